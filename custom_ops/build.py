@@ -26,7 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PACKAGE_OPS = HERE.parent / "fastdeploy_kvcache_v1" / "worker" / "ops"
 
-TARGETS = {"cpu": "_copy_rows.so", "paddle": "_paddle_ops.so", "core": "_core.so", "cuda": "_core_cuda.so"}
+TARGETS = {"cpu": "_copy_rows.so", "paddle": "_paddle_ops.so"}
 """The libraries, which are built where they can be."""
 FILES = {**TARGETS, "ptx": "copy_rows.ptx"}
 PTX_VERSION = "7.4"
@@ -191,50 +191,6 @@ def main() -> int:
     for name in names:
         print(f"{name}: {missing.get(name) or arguments.out / FILES[name]}")
     return 1 if arguments.targets and missing else 0
-
-
-# The C++ core, which goes: from here to the end of the two lines below its functions.
-
-
-def source_digest() -> str:
-    """Names the sources a library was built from, tests aside."""
-    digest = hashlib.sha256()
-    for path in sorted(HERE.rglob("*")):
-        if path.suffix in {".h", ".cc", ".cu", ".py"} and "tests" not in path.parts:
-            digest.update(str(path.relative_to(HERE)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def core_sources() -> list[Path]:
-    return sorted([*HERE.glob("core/*.cc"), *HERE.glob("cuda/*.cc")])
-
-
-def build_core(directory: Path, flags: Iterable[str] = ()) -> Path:
-    define = f'-DKVSWAP_SOURCES="{source_digest()}"'
-    hidden = ["-std=c++17", *FLAGS, "-fvisibility=hidden", "-pthread"]
-    command = [*cxx(), *hidden, define, *flags, *map(str, core_sources()), "-ldl"]
-    install(command, directory / TARGETS["core"])
-    return directory / TARGETS["core"]
-
-
-def build_cuda(directory: Path, archs: str | None = None) -> Path:
-    compiler = nvcc()
-    known = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout.split()
-    chosen = (archs or os.environ.get("FASTDEPLOY_KVCACHE_CUDA_ARCHS") or "80,90,100").split(",")
-    codes = [code for code in chosen if f"compute_{code.removesuffix('-real')}" in known]
-    if not codes:
-        raise BuildError(f"{compiler} supports none of the architectures {chosen}")
-    command = [compiler, "-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
-    for number in [code.removesuffix("-real") for code in codes]:
-        command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
-    if not codes[-1].endswith("-real"):
-        command += ["-gencode", f"arch=compute_{codes[-1]},code=compute_{codes[-1]}"]  # for newer GPUs
-    install([*command, str(HERE / "cuda" / "kernel.cu")], directory / TARGETS["cuda"])
-    return directory / TARGETS["cuda"]
-
-
-BUILDERS["core"] = lambda output: build_core(output.parent)
-BUILDERS["cuda"] = lambda output: build_cuda(output.parent)
 
 
 if __name__ == "__main__":

@@ -364,9 +364,9 @@ def _cupy() -> tuple[bool | None, str]:
 
 
 def _ops() -> tuple[bool | None, str]:
-    from .worker import ops
+    from .worker.ops.copies import cpu_paths
 
-    return True, ", ".join(f"{op}={name}" for op, name in sorted(ops.live().items()))
+    return True, f"on a CPU by {cpu_paths()[0].name}"
 
 
 def _paddle_operators() -> tuple[bool | None, str]:
@@ -382,29 +382,17 @@ def _paddle_operators() -> tuple[bool | None, str]:
 
 
 def _copy_paths() -> tuple[bool | None, str]:
-    """Tries each path with one block, as a worker does before it trusts one."""
+    """Tries each way, as a worker does before it trusts one."""
     try:
         cupy = importlib.import_module("cupy")
         if cupy.cuda.runtime.getDeviceCount() < 1:
             return None, "no GPU here"
     except Exception as error:  # no CuPy, no driver: both are findings of their own
         return None, f"not tried without CuPy and a GPU ({type(error).__name__})"
-    from .worker import ops
-    from .worker.runtime import CudaRuntime
+    from .worker.ops import trial
 
-    runtime = CudaRuntime(compute_handle=0)  # nothing is computed
-    buffer = runtime.allocate_host(8 << 20)
-    try:
-        landing = ops.land(cupy, 0, buffer)
-    finally:
-        runtime.free_host(buffer)
-        runtime.close()
-    live = {
-        way: [each.name for each in ops.copy_paths("cuda") if each.direction == way and not each.left]
-        for way in ("in", "out")
-    }
-    ways = "; ".join(f"{way} by {', '.join(names)}" for way, names in live.items())
-    return landing.works, f"{ways}; {landing.describe()}"
+    rates = trial.rates_of(0, ())
+    return bool(rates.timings), rates.describe()
 
 
 def _memory() -> tuple[bool | None, str]:

@@ -303,7 +303,7 @@ class CopyPath(NamedTuple):
     direction: str
     """`in`: into the device, `out`: out of it."""
     name: str
-    """`compiled` or `numpy` on a CPU; on a GPU `kernel`, `staged`, `batch`, `runs` or `cupy`."""
+    """`c` or `numpy` on a CPU; on a GPU `kernel`, `batch` or `runs`."""
     left: str = ""
     """Why it is not used; empty for one that is used where it is the cheapest."""
 

@@ -131,13 +131,6 @@ def _queued(state: str) -> Metric:
     )
 
 
-COPY_OP = Metric(
-    "copy_op",
-    "1 for the implementation that is live behind each copy op of the worker",
-    Kind.GAUGE,
-    Source.ENGINE,
-    observed_labels=("op", "implementation"),
-)
 COPY_PATH = Metric(
     "copy_path",
     "1 for a way in which blocks are copied, 0 for one that was left, and why",
@@ -155,7 +148,7 @@ STORAGE_LATENCY = Metric(
     Source.STORAGE,
     observed_labels=("operation",),
 )
-OBSERVED = (COPY_OP, COPY_PATH, TIME_TO_FIRST_TOKEN, STORAGE_LATENCY)
+OBSERVED = (COPY_PATH, TIME_TO_FIRST_TOKEN, STORAGE_LATENCY)
 """Rows without an attribute: a server sets them when something happens."""
 
 STORAGE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

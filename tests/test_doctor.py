@@ -15,6 +15,7 @@ from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.switch import SWITCH
+from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
 from tests.mooncake_master import Master, needs_mooncake
 from tests.storage.attention_store.stand_in import installed, num_stored, set_faults
 from tests.storage.values import keys, namespace, values
@@ -112,7 +113,7 @@ def test_this_machine_is_described(monkeypatch):
     found = {finding.name: finding for finding in doctor.machine_findings()}
     assert found["CuPy"].ok is False
     assert found["copy ops"].ok
-    assert "host_alloc.cpu=" in found["copy ops"].detail
+    assert found["copy ops"].detail == f"on a CPU by {cpu_paths()[0].name}"
     assert {"GPU", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
 
 

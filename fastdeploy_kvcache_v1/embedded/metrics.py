@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -10,7 +10,6 @@ from prometheus_client.registry import Collector
 
 from ..metadata import CopyPath
 from ..metric_table import (
-    COPY_OP,
     COPY_PATH,
     STORAGE_BUCKETS_S,
     STORAGE_LATENCY,
@@ -31,20 +30,9 @@ Family = CounterMetricFamily | GaugeMetricFamily
 class Metrics:
     """The registry. What is observed may be observed from any thread."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        *,
-        copy_ops: Mapping[str, str] | None = None,
-        copy_paths: Iterable[Iterable[CopyPath]] = (),
-    ) -> None:
-        """`core` tells its latencies from now on. `copy_ops`: name of the implementation behind every copy op of the
-        worker. `copy_paths`: how each rank copies.
-        """
+    def __init__(self, core: EngineCore, *, copy_paths: Iterable[Iterable[CopyPath]] = ()) -> None:
+        """`core` tells its latencies from now on. `copy_paths`: how each rank copies."""
         self._registry = CollectorRegistry()
-        live = Gauge(COPY_OP.full_name, COPY_OP.help, COPY_OP.label_names, registry=self._registry)
-        for op, implementation in (copy_ops or {}).items():
-            live.labels(op, implementation).set(1)
         paths = Gauge(COPY_PATH.full_name, COPY_PATH.help, COPY_PATH.label_names, registry=self._registry)
         for rank, ways in enumerate(copy_paths):
             for path in ways:

@@ -18,7 +18,6 @@ from ..storage.model_digest import model_digest, numeric_variables, paddle_versi
 from ..storage.namespace import Namespace
 from ..trace_recorder import TraceRecorder
 from ..transfer.settings import PeerPort
-from ..worker import ops
 from .app import create_app
 from .disaggregation.endpoints import add_role_routes
 from .disaggregation.prefill_client import PrefillClient
@@ -90,13 +89,12 @@ def _serve(
         timer.daemon = True
         timer.start()
 
-    metrics = Metrics(core, copy_ops=worker.ops, copy_paths=worker.copy_paths)
+    metrics = Metrics(core, copy_paths=worker.copy_paths)
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(config, engine, RequestReader(config, tokenizer), metrics)
     if config.role is not None:
         add_role_routes(app, config, config.role, engine, tokenizer, worker.rank_infos)
     _warn_of_open_address(listener)
-    ops.warn_of_slow_copies()
     chats = tokenizer.has_template and not config.is_random_model
     engine.start()
     if worker.storage is not None:

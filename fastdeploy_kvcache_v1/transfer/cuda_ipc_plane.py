@@ -8,9 +8,10 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Sequence
+from ctypes import byref, c_int
 
 from ..errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError, TransferError
-from ..worker import ops
+from ..worker.ops.driver import driver
 from ..worker.ops.peer_memory import Gpu, PeerMemory
 from ..worker.ops.rows import BlockRows
 from ..worker.runtime.cuda import stream_on, use_device
@@ -51,7 +52,7 @@ class CudaIpcPlane(OneSidedPlane):
     address_is_secret = True
 
     def __init__(self) -> None:
-        """Raises `ConfigError` where there is no GPU, no compiled core, or no CuPy."""
+        """Raises `ConfigError` where there is no GPU, no driver, or no CuPy."""
         super().__init__()
         self._memory = _load()
         self._gpu = Gpu(0, b"")
@@ -123,16 +124,15 @@ class CudaIpcPlane(OneSidedPlane):
 
 
 def _load() -> PeerMemory:
-    if ops.COMPILED is None:
-        raise ConfigError("cuda_ipc needs a GPU and the compiled core: run scripts/build_ops.sh")
-    library = ops.COMPILED.library
-    if library.raw.kvswap_cuda_available() != 0:
-        raise ConfigError(f"cuda_ipc needs a GPU: {library.raw.kvswap_last_error().decode(errors='replace')}")
+    try:
+        driver().call("cuDriverGetVersion", byref(c_int()))
+    except ConfigError as error:
+        raise ConfigError(f"cuda_ipc needs a GPU: {error}") from None
     try:
         import cupy  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"cuda_ipc needs CuPy ({error}): pip install 'fastdeploy-kvcache-v1[gpu]'") from None
-    return PeerMemory(library)
+    return PeerMemory()
 
 
 def _share(memory: PeerMemory, regions: Sequence[BlockRows]) -> tuple[list[SharedAllocation], list[SharedRegion]]:

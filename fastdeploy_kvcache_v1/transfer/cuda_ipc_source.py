@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from ..errors import KVCacheError, RemoteReadError
-from ..worker import ops
-from ..worker.ops.compiled import Path
+from ..worker.ops import trial
 from ..worker.ops.peer_memory import PeerMemory
+from ..worker.ops.rates import BATCH
 from ..worker.runtime.cuda import CudaStream, use_device
 from .one_sided import OneSidedSource, Ranges, Region
 from .presence import Visit
@@ -70,7 +71,8 @@ class CudaIpcSource(OneSidedSource):
     def _copy(self, ranges: Ranges, deadline: float) -> None:
         use_device(self._mapped.gpu)
         self._stream.begin()
-        self._stream.enqueue(self._mapped.memory.copy, ranges, _path())
+        by_batch = BATCH in trial.known().ways  # known to hang on some drivers
+        self._stream.submit(partial(self._mapped.memory.copy, self._stream, ranges, by_batch=by_batch))
         try:
             end = self._stream.record_event()
             while not end.wait_done(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
@@ -93,9 +95,3 @@ class CudaIpcSource(OneSidedSource):
     def _require_owner(self) -> None:
         if not self._mapped.owner_is_alive():
             raise RemoteReadError("the peer's process has ended")
-
-
-def _path() -> Path:
-    """The batch call is known to hang on some drivers: it is used where this process has tried it."""
-    landing = ops.landed()
-    return Path.AUTO if landing is not None and Path.BATCH.name.lower() in landing.live else Path.RUNS

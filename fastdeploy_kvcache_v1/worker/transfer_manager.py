@@ -5,29 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, UnsupportedCopyError
-from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, CopyKind, TransferReport, TransferResult
+from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
 from . import ops
 from .hazards import Actor, Dependency, Hazard, HazardTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter, WaitMeter
 from .layer_waits import LayerWaits
 from .ops import CopyRuns, LayerRows
+from .ops.copies import Copies
 from .runtime import Event, Runtime, Stream
 from .slot_set import SlotSet
 from .transfer_record import Transfer
 
 logger = logging.getLogger(__name__)
-
-
-class _Tier(NamedTuple):
-    """What copies from and into one tier need."""
-
-    hazards: HazardTable
-    layers: tuple[LayerRows, ...]
 
 
 _Slots = tuple[SlotSet, SlotSet]
@@ -55,14 +49,12 @@ class CacheTransferManager:
         self._block_bytes = host.layout.block_bytes
         self._layer_timeout_s = layer_timeout_s
         self._device_hazards = HazardTable("device", device_layers[0][0].num_rows)
-        self._tiers = {
-            CacheLevel.DEVICE: _Tier(self._device_hazards, tuple(device_layers)),
-            CacheLevel.HOST: _Tier(HazardTable("host", host.num_blocks), host.layers),
+        self._hazards = {
+            CacheLevel.DEVICE: self._device_hazards,
+            CacheLevel.HOST: HazardTable("host", host.num_blocks),
         }
-        self._paths: dict[CopyKind, Callable[[int, CacheSwapMetadata, CopyRuns, SlotSet], LayerDoneCounter | None]] = {
-            EVICT: self._evict,
-            SWAP_IN: self._swap_in,
-        }
+        self._device_layers = tuple(device_layers)
+        self._copies = runtime.new_copies(device_layers, host.layers) if host.num_blocks else None
         self._streams: dict[Actor, Stream] = {}
         self._unreported: list[Transfer] = []
         self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
@@ -76,13 +68,13 @@ class CacheTransferManager:
 
     def plan(self, metadata: CacheSwapMetadata) -> CopyRuns:
         """Validate the copies of one kind without doing anything. Raises `CacheStateError`."""
-        if metadata.kind not in self._paths:
+        if metadata.kind not in (EVICT, SWAP_IN):
             raise UnsupportedCopyError(metadata.source.value, metadata.target.value)
         return ops.plan_runs(
             metadata.source_slots,
             metadata.target_slots,
-            num_sources=self._tiers[metadata.source].hazards.num_slots,
-            num_targets=self._tiers[metadata.target].hazards.num_slots,
+            num_sources=self._hazards[metadata.source].num_slots,
+            num_targets=self._hazards[metadata.target].num_slots,
         )
 
     def submit(
@@ -91,36 +83,39 @@ class CacheTransferManager:
         """Start what `plan` made `runs` of. Returns a counter when layers arrive one by one. `overwritten`: see
         `CacheController.submit_swap_tasks`.
         """
-        return self._paths[metadata.kind](step, metadata, runs, overwritten)
+        if metadata.kind == SWAP_IN:
+            return self._swap_in(step, metadata, runs)
+        self._evict(step, metadata, runs, overwritten)
+        return None
 
     def _evict(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, overwritten: SlotSet) -> None:
         """All layers in one call, or one by one where something waits to write them."""
         actor, sources = Actor.OUTPUT, SlotSet.of(runs.sources)
         slots = sources, SlotSet.of(runs.targets)
         stream, _ = self._begin(actor, metadata, slots)
+        copies = self._copies_between_tiers
         started = stream.record_event(timed=True)
-        to, of = self._tiers[metadata.target].layers, self._tiers[metadata.source].layers
         layer_events: list[Event] = []
         if sources.isdisjoint(overwritten):
-            stream.enqueue(ops.swap_cache_all_layers, to, of, runs)
+            stream.submit(partial(copies.all_layers, stream, runs, to_device=False))
         else:
-            for layer_to, layer_of in zip(to, of, strict=True):
-                stream.enqueue(ops.swap_cache_per_layer, layer_to, layer_of, runs)
+            for layer in range(len(self._device_layers)):
+                stream.submit(partial(copies.layer, stream, layer, runs, to_device=False))
                 layer_events.append(stream.record_event())
         transfer = self._track(actor, step, metadata, slots, started, stream.record_event(timed=True))
         transfer.layer_events = tuple(layer_events)
 
-    def _swap_in(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, _: SlotSet) -> LayerDoneCounter:
+    def _swap_in(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns) -> LayerDoneCounter:
         """One call and one event per layer, so that compute can start before the last one has arrived."""
         actor, slots = Actor.INPUT, (SlotSet.of(runs.sources), SlotSet.of(runs.targets))
         stream, evictions = self._begin(actor, metadata, slots)
+        copies = self._copies_between_tiers
         started = stream.record_event(timed=True)
         layer_events = []
-        tiers = self._tiers[metadata.target].layers, self._tiers[metadata.source].layers
-        for layer, (targets, sources) in enumerate(zip(*tiers, strict=True)):
+        for layer in range(len(self._device_layers)):
             for eviction in evictions:
                 stream.wait_event(eviction[layer])
-            stream.enqueue(ops.swap_cache_per_layer, targets, sources, runs)
+            stream.submit(partial(copies.layer, stream, layer, runs, to_device=True))
             layer_events.append(stream.record_event())
         transfer = self._track(actor, step, metadata, slots, started, stream.record_event(timed=True))
         return LayerDoneCounter(
@@ -132,6 +127,11 @@ class CacheTransferManager:
             on_failure=lambda reason: self._give_up(transfer, reason),
         )
 
+    @property
+    def _copies_between_tiers(self) -> Copies:
+        assert self._copies is not None, "a copy of a tier without slots was planned"
+        return self._copies
+
     def _begin(
         self, actor: Actor, metadata: CacheSwapMetadata, slots: _Slots
     ) -> tuple[Stream, list[tuple[Event, ...]]]:
@@ -141,8 +141,8 @@ class CacheTransferManager:
             stream = self._streams[actor] = self._runtime.new_stream(f"kv-{actor.value}")
         stream.begin()
         self._take_refilled()
-        waits = self._tiers[metadata.source].hazards.before(actor, reads=slots[0])
-        waits += self._tiers[metadata.target].hazards.before(actor, writes=slots[1])
+        waits = self._hazards[metadata.source].before(actor, reads=slots[0])
+        waits += self._hazards[metadata.target].before(actor, writes=slots[1])
         whole, by_layer = self._by_layer(waits)
         for wait in whole:
             stream.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
@@ -164,8 +164,8 @@ class CacheTransferManager:
         started: Event,
         finished: Event,
     ) -> Transfer:
-        self._tiers[metadata.source].hazards.after(actor, finished, reads=slots[0])
-        self._tiers[metadata.target].hazards.after(actor, finished, writes=slots[1])
+        self._hazards[metadata.source].after(actor, finished, reads=slots[0])
+        self._hazards[metadata.target].after(actor, finished, writes=slots[1])
         transfer = Transfer(step, metadata, len(metadata) * self._block_bytes, started, finished)
         self._unreported.append(transfer)
         return transfer
@@ -229,7 +229,7 @@ class CacheTransferManager:
     def _take_refilled(self) -> None:
         while self._refilled:
             level, slots = self._refilled.popleft()
-            self._tiers[level].hazards.refilled(slots)
+            self._hazards[level].refilled(slots)
 
     @property
     def device_hazards(self) -> HazardTable:
@@ -238,7 +238,7 @@ class CacheTransferManager:
 
     @property
     def device_rows(self) -> tuple[LayerRows, ...]:
-        return self._tiers[CacheLevel.DEVICE].layers
+        return self._device_layers
 
     def late_writes(self, slots: Collection[int]) -> list[Event]:
         """See `CacheController.late_writes`."""
@@ -280,7 +280,7 @@ class CacheTransferManager:
         if transfer.given_up is None and transfer in self._unreported:
             logger.warning("swap-in of step %d given up: %s", transfer.step, reason)
             transfer.given_up = reason
-            self._tiers[transfer.metadata.target].hazards.fail(transfer.metadata.target_slots, transfer.finished)
+            self._hazards[transfer.metadata.target].fail(transfer.metadata.target_slots, transfer.finished)
 
     @property
     def num_unreported(self) -> int:
@@ -299,20 +299,22 @@ class CacheTransferManager:
 
     def forget(self) -> None:
         """Drop all hazards and unreported results. Only after `drain` and with compute idle."""
-        for tier in self._tiers.values():
-            tier.hazards.clear()
+        for hazards in self._hazards.values():
+            hazards.clear()
         self._unreported.clear()
         self._stale.clear()
 
     def close(self) -> None:
-        """End the streams. Idempotent."""
+        """End the streams, and give up what the copies hold. Idempotent."""
         for stream in self._streams.values():
             stream.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def check(self) -> None:
         """Raises `InvariantError`."""
-        for tier in self._tiers.values():
-            tier.hazards.check()
+        for hazards in self._hazards.values():
+            hazards.check()
         # Only given-up transfers are stale, and a stale one has been reported.
         if any(transfer.given_up is None for transfer in self._stale):
             raise InvariantError("a transfer was dropped without being reported")

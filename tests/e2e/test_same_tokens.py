@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
-from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
 from tests.e2e.server_process import started
 from tests.e2e.workload import NUM_REQUESTS, run_workload
 
@@ -32,13 +32,8 @@ def run(directory, *flags, environment=None):
         assert report["ok"], report
         assert report["idle"]
         assert metrics["device_blocks"] == metrics["device_free_blocks"] + metrics["device_evictable_blocks"]
-        assert (
-            metrics[f"copy_op{{implementation={ops.live()['swap_cache_per_layer.cpu']},op=swap_cache_per_layer.cpu}}"]
-            == 1
-        )
-        for direction in ("in", "out"):
-            name = ops.live()["swap_cache_per_layer.cpu"]
-            assert metrics[f"copy_path{{direction={direction},path={name},rank=0,reason=}}"] == 1
+        for path in cpu_paths():
+            assert metrics[f"copy_path{{direction={path.direction},path={path.name},rank=0,reason=}}"] == 1
         assert metrics["requests_ended_total{outcome=finished}"] == NUM_REQUESTS
         assert metrics["requests_ended_total{outcome=failed}"] == 0
         assert server.stop() == 0, server.stderr

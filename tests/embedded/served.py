@@ -26,11 +26,7 @@ class Server:
         self.worker = WorkerThread(Worker(cache))
         self.fatal = []
         core = EngineCore(manager, self.worker.send, max_num_seqs=8, max_num_batched_tokens=64)
-        metrics = Metrics(
-            core,
-            copy_ops={"swap_cache_per_layer.cpu": "some"},
-            copy_paths=[[CopyPath("in", "some"), CopyPath("out", "other", "it is slow")]],
-        )
+        metrics = Metrics(core, copy_paths=[[CopyPath("in", "some"), CopyPath("out", "other", "it is slow")]])
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
         reader = RequestReader(config, load_tokenizer(None))
         self.client = TestClient(create_app(config, self.engine, reader, metrics))

@@ -204,7 +204,6 @@ def test_metrics(server):
         "generated_tokens_total 16.0",
         "time_to_first_token_seconds_count 2.0",
         'swap_bytes_total{direction="in",rank="0"} 0.0',
-        'copy_op{implementation="some",op="swap_cache_per_layer.cpu"} 1.0',
         'copy_path{direction="in",path="some",rank="0",reason=""} 1.0',
         'copy_path{direction="out",path="other",rank="0",reason="it is slow"} 0.0',
     ):

@@ -5,94 +5,34 @@ The files of this folder import each other by their bare names: a package `tests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy
 import numpy as np
 
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, cupy_copies
-from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
-
-PATHS = (Path.RUNS, Path.BATCH, Path.KERNEL, Path.STAGED)
-CUPY = "cupy"
-
-Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], CopyRuns, int], None]
-"""Enqueues the copy of all layers on a raw stream."""
-
-LayerCopy = Callable[[LayerRows, LayerRows, CopyRuns, int], None]
-"""That of one layer."""
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows
+from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
 
 
-def core() -> CompiledOps:
-    if ops.COMPILED is None:
-        raise SystemExit("error: there is no compiled core: scripts/build_ops.sh")
-    if ops.COMPILED.library.raw.kvswap_cuda_available() != 0:
-        raise SystemExit(f"error: {ops.COMPILED.library.raw.kvswap_last_error().decode()}")
-    return ops.COMPILED
+def only(way: str) -> Rates:
+    """As if nothing else worked on this GPU."""
+    return Rates({way: dict.fromkeys((True, False), (Timing(1024, 1.0, 1.0),))}, reach=1 << 50)
 
 
-def land() -> ops.Landing:
-    """As a worker does when it page-locks its pool: tries every path, times them, gives STAGED its memory."""
-    buffer = ops.host_alloc(8 << 20)
-    cupy.cuda.runtime.hostRegister(buffer.address, buffer.nbytes, 0)
-    try:
-        return ops.land(cupy, 0, buffer)
-    finally:
-        cupy.cuda.runtime.hostUnregister(buffer.address)
-
-
-class Way(NamedTuple):
-    """One way to copy."""
-
-    all_layers: Copy
-    per_layer: LayerCopy
-
-
-def ways() -> dict[str, Way]:
-    """Every way to copy that lives on this machine."""
-    compiled, live = core(), land().live
-    found = {
-        CUPY: Way(cupy_copies.swap_cache_all_layers, cupy_copies.swap_cache_per_layer),
-        "auto": Way(compiled.swap_cache_all_layers, compiled.swap_cache_per_layer),
-    }
-    return found | {path.name.lower(): _forced(compiled, path) for path in PATHS if path.name.lower() in live}
-
-
-def _forced(compiled: CompiledOps, path: Path) -> Way:
-    """STAGED goes to the host only; into the device its kernel copies."""
-
-    def by(target: BlockRows) -> Path:
-        return Path.KERNEL if path is Path.STAGED and target.on_gpu else path
-
-    def all_layers(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns, stream: int) -> None:
-        compiled.swap_cache_all_layers(targets, sources, runs, stream, by(targets[0][0]))
-
-    def per_layer(targets: LayerRows, sources: LayerRows, runs: CopyRuns, stream: int) -> None:
-        compiled.swap_cache_per_layer(targets, sources, runs, stream, by(targets[0]))
-
-    return Way(all_layers, per_layer)
-
-
-@contextmanager
-def copies_by(way: Way) -> Iterator[None]:
-    """What the package copies meanwhile goes this way."""
-    chosen = {"swap_cache_all_layers": way.all_layers, "swap_cache_per_layer": way.per_layer}
-    before = {op: ops.install(op, "cuda", ops.Implementation("chosen", run)) for op, run in chosen.items()}
-    try:
-        yield
-    finally:
-        for op, one in before.items():
-            ops.install(op, "cuda", one)
+def runtime(way: str, compute: Any) -> CudaRuntime:
+    """Whose copies all go this way. `compute`: the stream of the passes."""
+    return CudaRuntime(compute_handle=int(compute.ptr), rates=only(way))
 
 
 @contextmanager
 def page_locked(nbytes: int) -> Iterator[np.ndarray]:
     """uint8 `[nbytes]`."""
     buffer = ops.host_alloc(nbytes)
-    cupy.cuda.runtime.hostRegister(buffer.address, nbytes, 0)
+    cupy.cuda.runtime.hostRegister(buffer.address, nbytes, 3)
     try:
         yield buffer.array
     finally:

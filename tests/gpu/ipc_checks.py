@@ -1,12 +1,11 @@
 """`CudaIpcPlane` between two processes on one GPU: the contract of all planes, and what only a GPU can be asked.
 
-`suite.py` runs them on a GPU; tests/transfer/test_cuda_ipc_plane.py over the fake one.
+`suite.py` runs them.
 """
 
 from __future__ import annotations
 
 import select
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -91,16 +90,3 @@ CHECKS: dict[str, Callable[[], None]] = {check.__name__: partial(check, WORLD) f
         an_owner_waits_until_its_memory_is_closed_elsewhere,
     )
 }
-
-
-def run(checks: dict[str, Callable[[], None]]) -> int:
-    """Each prints a line. 1 when one failed."""
-    failed = 0
-    for name, check in checks.items():
-        try:
-            check()
-            print(f"ok      {name}", flush=True)
-        except Exception:  # the edge of one check: the others still run
-            failed += 1
-            print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
-    return 1 if failed else 0

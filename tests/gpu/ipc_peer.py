@@ -67,22 +67,6 @@ class PeerWorker:
         self.plane.close()
         self.tensors = None
 
-    def be_gpu(self, name: int) -> bytes:
-        """Of the fake driver: the address, were the GPU called so."""
-        from cupy import driver
-
-        driver.library.fake_gpus(name, 0, 1)
-        plane = CudaIpcPlane()
-        assert self.tensors is not None
-        plane.register(self.tensors.rows())
-        self.others = [plane, *getattr(self, "others", [])]
-        return plane.address()
-
-    def faults(self) -> list[str]:
-        from cupy import driver
-
-        return list(driver.faults())
-
 
 class Peer:
     """The process. `ask` waits for the answer, `tell` and `hear` are its halves."""

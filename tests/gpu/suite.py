@@ -14,20 +14,19 @@ from importlib import import_module
 from types import ModuleType
 
 import copy_checks
-from device import Way, copies_by, core, land, ways
+
+from fastdeploy_kvcache_v1.worker.ops.rates import WAYS
 
 
 def checks() -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Which way the copies go, what is checked, and how."""
     worker = optional("worker_checks")
-    for name, way in ways().items():
-        for check in copy_checks.CHECKS:
-            yield name, check.__name__, partial(check, name, way)
-        for of_worker in worker.OF_EVERY_PATH if worker else ():
-            yield name, of_worker.__name__, partial(by, way, of_worker)
+    for way in WAYS:
+        for check in (*copy_checks.CHECKS, *(worker.OF_EVERY_WAY if worker else ())):
+            yield way, check.__name__, partial(check, way)
     for module in filter(None, (worker, optional("ipc_checks"), optional("flash_checks"))):
         for title, alone in module.CHECKS.items():
-            yield "auto", title, alone
+            yield "", title, alone
 
 
 def optional(name: str) -> ModuleType | None:
@@ -39,16 +38,8 @@ def optional(name: str) -> ModuleType | None:
         return None
 
 
-def by(way: Way, check: Callable[[], object]) -> None:
-    with copies_by(way):
-        check()
-
-
 def main() -> int:
     logging.disable()  # copies that are made to fail say so; what was left out is printed here
-    print(f"core {core().library.sources}, paths: {', '.join(land().live)}")
-    for name, reason in land().left.items():
-        print(f"left out: {name}: {reason}")
     failed = 0
     for way, name, check in checks():
         try:

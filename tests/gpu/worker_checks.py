@@ -8,16 +8,16 @@ from typing import Any
 
 import cupy
 import numpy as np
+from device import runtime
 from kernels import kernel
 from tensor import Tensor
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
-from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.host_pool import HostPool
-from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
+from fastdeploy_kvcache_v1.worker.ops.rates import KERNEL
 from fastdeploy_kvcache_v1.worker.runtime.base import free_host_memory
 from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
 
@@ -51,9 +51,9 @@ class CupyBackend(AttentionCacheBackend):
 class Rig:
     """A controller with caches of three layers with two roles; every byte of a block is its value."""
 
-    def __init__(self, device: int = 6, host: int = 6, *, compute: Any = None) -> None:
+    def __init__(self, way: str = KERNEL, *, device: int = 6, host: int = 6, compute: Any = None) -> None:
         self.compute = cupy.cuda.Stream(non_blocking=True) if compute is None else compute
-        self.runtime = CudaRuntime(compute_handle=int(self.compute.ptr))
+        self.runtime = runtime(way, self.compute)
         layout = CacheLayout(3, (RoleSpec("key", (1 << 14,), "uint8"), RoleSpec("value", (1 << 13,), "uint8")))
         self.controller = CacheController(CupyBackend(layout), runtime=self.runtime)
         self.tensors = [tensor.array for tensor in self.controller.initialize_kv_cache(device, host)]
@@ -115,16 +115,9 @@ def events_order_streams_and_tell_time() -> None:
             assert after.seconds_since(before) > 0
 
 
-def layers_are_waited_for_one_by_one() -> None:
+def layers_are_waited_for_one_by_one(way: str) -> None:
     """Compute reads each layer right after it waited for that one; every copy is held up."""
-
-    def held_up(*given: Any) -> None:
-        with cupy.cuda.ExternalStream(given[3]):
-            for _part in range(10):
-                kernel("spin")((1,), (1,), (np.int64(DELAY_CYCLES // 10),))
-        inner.run(*given)
-
-    with closing(Rig()) as one:
+    with closing(Rig(way)) as one:
         seen = cupy.zeros((one.num_layers, 3, 16), cupy.uint8)
         cupy.cuda.Device().synchronize()
         for slot in range(3):
@@ -133,11 +126,17 @@ def layers_are_waited_for_one_by_one() -> None:
         one.delay()
         one.fill(3, 1)
         one.controller.after_compute((), (3,))
-        inner = ops.install("swap_cache_per_layer", "cuda", ops.Implementation("held up", held_up))
-        try:
-            counter = one.submit((SWAP_IN, (0, 1, 2), (3, 4, 5)))  # into 3 only after compute wrote it
-        finally:
-            ops.install("swap_cache_per_layer", "cuda", inner)
+        copies = one.controller._transfers._copies
+        inner = copies.layer
+
+        def held_up(stream: Any, *given: Any, **more: Any) -> None:
+            with cupy.cuda.ExternalStream(stream.handle):
+                for _part in range(10):
+                    kernel("spin")((1,), (1,), (np.int64(DELAY_CYCLES // 10),))
+            inner(stream, *given, **more)
+
+        copies.layer = held_up
+        counter = one.submit((SWAP_IN, (0, 1, 2), (3, 4, 5)))  # into 3 only after compute wrote it
         one.controller.before_compute((3, 4, 5), (), counter=counter)
         for layer in range(one.num_layers):
             counter.wait_for_layer(layer)
@@ -150,10 +149,10 @@ def layers_are_waited_for_one_by_one() -> None:
         assert (found == np.array([10, 11, 12], np.uint8)[None, :, None]).all(), found[:, :, 0]
 
 
-def a_slot_is_reused_only_after_its_last_use() -> None:
+def a_slot_is_reused_only_after_its_last_use(way: str) -> None:
     """Eviction reads, then compute or a swap-in overwrites; compute writes, then an eviction reads."""
     for overwritten in (None, SlotSet.of((0, 1))):
-        with closing(Rig()) as one:
+        with closing(Rig(way)) as one:
             one.controller.before_compute((), (0, 1))
             one.delay()
             for slot in (0, 1):
@@ -184,16 +183,16 @@ def what_does_not_fit_is_refused() -> None:
         assert refuses(cupy.cuda.runtime.CUDARuntimeError, register, registered.address, registered.nbytes, 0)
 
 
-def pools_of_gibibytes_are_reached_to_their_last_byte() -> None:
+def pools_of_gibibytes_are_reached_to_their_last_byte(way: str) -> None:
     """Offsets of blocks beyond 4 GiB, where the machine has that much."""
     block = 1 << 20
     compute = cupy.cuda.Stream(non_blocking=True)
-    runtime = CudaRuntime(compute_handle=int(compute.ptr))
+    made = runtime(way, compute)
     free, _total = cupy.cuda.runtime.memGetInfo()
     nbytes = min(MOST_POOL_BYTES, int(free) // 4, free_host_memory() // 4)
     layout = CacheLayout(2, (RoleSpec("key", (block // 4,), "uint8"), RoleSpec("value", (block // 4,), "uint8")))
     slots = [0, 1, nbytes // block // 2, nbytes // block - 1]
-    controller = CacheController(CupyBackend(layout), runtime=runtime)
+    controller = CacheController(CupyBackend(layout), runtime=made)
     for _turn in range(2):  # the memory can be had again
         tensors = [tensor.array for tensor in controller.initialize_kv_cache(8, nbytes // block)]
         expected = np.random.default_rng(1).integers(0, 256, (len(slots), block), dtype=np.uint8)
@@ -213,7 +212,7 @@ def pools_of_gibibytes_are_reached_to_their_last_byte() -> None:
             assert (pool.block(slot) == row).all(), f"host block {slot} of {nbytes // block}"
         del pool
         controller.free()
-    runtime.close()
+    made.close()
     print(f"        a pool of {nbytes / (1 << 30):.2f} GiB")
 
 
@@ -225,12 +224,15 @@ def refuses(error: type[Exception], call: Callable[..., object], *arguments: Any
     return False
 
 
-OF_EVERY_PATH = (layers_are_waited_for_one_by_one, a_slot_is_reused_only_after_its_last_use)
+OF_EVERY_WAY = (
+    layers_are_waited_for_one_by_one,
+    a_slot_is_reused_only_after_its_last_use,
+    pools_of_gibibytes_are_reached_to_their_last_byte,
+)
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         events_order_streams_and_tell_time,
         what_does_not_fit_is_refused,
-        pools_of_gibibytes_are_reached_to_their_last_byte,
     )
 }

@@ -56,7 +56,6 @@ NAMED_IN = (
     "worker",
     "attention",
     "fastdeploy_integration",
-    "../custom_ops/cuda",
 )
 """Folders, from the package, in which the map names files without repeating the folder."""
 

@@ -184,11 +184,11 @@ class GpuMemory:
         if self.fails == "close":
             raise TransferError("CUDA error 4")
 
-    def copy(self, ranges, path):
+    def copy(self, stream, ranges, *, by_batch):
         assert self.is_current
         self.is_current = False
         self.copied += 1
-        self.path = path
+        self.by_batch = by_batch
         if self.fails == "copy":
             raise TransferError("CUDA error 700")
         for of, to, count in ranges.tolist():
@@ -201,7 +201,7 @@ class GpuStream(InlineStream):
     def begin(self):
         self.failure = None
 
-    def enqueue(self, copy, *args):
+    def submit(self, copy, *args):
         try:
             copy(*args)
         except TransferError as error:

@@ -15,21 +15,14 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
-from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops.compiled import Path
+from fastdeploy_kvcache_v1.worker.ops import trial
+from fastdeploy_kvcache_v1.worker.ops.driver import Driver
 from fastdeploy_kvcache_v1.worker.ops.peer_memory import Gpu
-from tests.gpu.built import run
+from fastdeploy_kvcache_v1.worker.ops.rates import Rates
 from tests.gpu.plane_contract import canaries, everything, soon, whole_blocks
 from tests.transfer.planes import CudaIpc
 
 KIND = CudaIpc
-
-
-@pytest.mark.process
-def test_what_only_a_fake_gpu_can_be_made_to_do():
-    done = run("ipc_fake_checks.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok  ") == 2
 
 
 @pytest.mark.parametrize(("reaches", "is_refused"), [(True, False), (None, False), (False, True)])
@@ -80,8 +73,8 @@ def test_a_peer_that_dies_under_a_copy_fails_the_read_and_nothing_of_it_is_touch
     with world.own_peer() as peer:
         source, copy = mine.open(peer), world.memory.copy
 
-        def dies(ranges, path):
-            copy(ranges, path)
+        def dies(*given, **way):
+            copy(*given, **way)
             peer.plane.close()
 
         world.memory.copy = dies
@@ -116,12 +109,12 @@ def test_a_read_that_is_late_or_unwanted_ends_when_its_copy_has_run(world, mine)
         assert world.memory.mapped == []
 
 
-@pytest.mark.parametrize(("live", "path"), [(None, Path.RUNS), (("runs",), Path.RUNS), (("batch", "runs"), Path.AUTO)])
-def test_copies_go_by_batches_once_these_were_tried(world, mine, monkeypatch, live, path):
-    monkeypatch.setattr(ops, "landed", lambda: live and ops.Landing(live))
+@pytest.mark.parametrize("way", ["runs", "batch"])
+def test_copies_go_by_batches_once_these_were_tried(world, mine, monkeypatch, way):
+    monkeypatch.setattr(trial, "known", lambda: Rates({way: {}}))
     with closing(mine.open(world.peer())) as source:
         source.read("any", everything(), soon())
-    assert world.memory.path is path
+    assert world.memory.by_batch == (way == "batch")
 
 
 def test_tensors_that_cannot_be_shared_are_refused_at_the_start(world, monkeypatch):
@@ -149,9 +142,9 @@ def test_tensors_that_cannot_be_shared_are_refused_at_the_start(world, monkeypat
 
 
 def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch):
-    if ops.COMPILED is not None and ops.COMPILED.library.raw.kvswap_cuda_available() != 0:
-        with pytest.raises(ConfigError, match=r"^cuda_ipc needs a GPU: there is no CUDA driver"):
-            CudaIpcPlane()
-    monkeypatch.setattr(ops, "COMPILED", None)
-    with pytest.raises(ConfigError, match="scripts/build_ops"):
+    def find(name):
+        raise ConfigError("there is no CUDA driver")
+
+    monkeypatch.setattr(cuda_ipc_plane, "driver", lambda: Driver(find))
+    with pytest.raises(ConfigError, match=r"^cuda_ipc needs a GPU: there is no CUDA driver"):
         CudaIpcPlane()

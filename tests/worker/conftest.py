@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from fastdeploy_kvcache_v1.worker import ops
-from tests.gpu.stand_in.in_process import PythonDriver, cupy_in_process
-from tests.worker.ops.native import require_core
+from fastdeploy_kvcache_v1.worker.ops import copies
+from tests.gpu.in_process import fake_gpu
 from tests.worker.worker_fakes import Rig
 
 
@@ -22,31 +21,18 @@ def rig() -> Iterator[Rig]:
     rig.close()
 
 
-@contextlib.contextmanager
-def installed(platform: str, table: dict[tuple[str, str], ops.Implementation]) -> Iterator[None]:
-    """The implementations of `table` answer on `platform`."""
-    previous = [(*key, ops.install(*key, table[key])) for key in ops.TWINS if key[1] == platform]
-    yield
-    for entry in previous:
-        ops.install(*entry)
-
-
-@pytest.fixture(params=["numpy", "compiled"])
-def cpu_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The implementation behind every CPU op and CPU stream of this test."""
-    if request.param == "compiled":
-        table = ops.compiled_implementations(require_core())
-    else:
-        monkeypatch.setattr(ops, "COMPILED", None)
-        table = ops.TWINS
-    with installed("cpu", table):
-        yield request.param
+@pytest.fixture(params=["numpy", "c"])
+def cpu_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What copies on a CPU in this test."""
+    if request.param == "numpy":
+        monkeypatch.setattr(copies, "library", lambda: None)
+    elif copies.library() is None:
+        pytest.skip("the C copies are not built: sudo apt-get install gcc, then scripts/build_ops.sh")
+    return request.param
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PythonDriver]:
-    """A GPU in this process, on which nothing has landed. CuPy copies, also where a driver is."""
-    monkeypatch.setattr(ops, "_landed", None)
-    monkeypatch.setattr(ops, "COMPILED", None)
-    with installed("cuda", ops.TWINS), cupy_in_process() as driver:
-        yield driver
+def gpu() -> Iterator[Any]:
+    """A GPU in this process."""
+    with fake_gpu() as made:
+        yield made

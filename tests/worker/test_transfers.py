@@ -6,8 +6,9 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel
-from fastdeploy_kvcache_v1.worker import ops, transfer_manager
+from fastdeploy_kvcache_v1.worker import transfer_manager
 from fastdeploy_kvcache_v1.worker.ops import CopyRun
+from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
 from tests.worker.worker_fakes import Rig, evict, swap_in
@@ -58,13 +59,17 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
 def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritten, filled, by_layer):
     """Layer by layer where it is said what is written soon: what the same step fills is."""
     copied = []
-    for name in ("swap_cache_all_layers", "swap_cache_per_layer"):
-        monkeypatch.setattr(ops, name, lambda to, of, runs, *, stream=0, op=name: copied.append((op, list(runs))))
+    for name in ("all_layers", "layer"):
+
+        def copy(self, *given, to_device, op=name):
+            copied.append((op, list(given[-1])))
+
+        monkeypatch.setattr(CpuCopies, name, copy)
     rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)), overwritten=overwritten)
     rig.controller.drain()
-    op, times = ("swap_cache_per_layer", rig.layout.num_layers) if by_layer else ("swap_cache_all_layers", 1)
+    op, times = ("layer", rig.layout.num_layers) if by_layer else ("all_layers", 1)
     evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])] * times
-    swapped_in = [("swap_cache_per_layer", [CopyRun(0, filled, 1), CopyRun(1, 3, 1)])] * rig.layout.num_layers
+    swapped_in = [("layer", [CopyRun(0, filled, 1), CopyRun(1, 3, 1)])] * rig.layout.num_layers
     assert sorted(copied) == evicted + swapped_in
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.worker.ops import HostBuffer
+from fastdeploy_kvcache_v1.worker.ops import HostBuffer, LayerRows
+from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import Event, Runtime, Stream
 
 from .clock import Clock
@@ -55,16 +57,12 @@ class VirtualStream(Stream):
         self._failure = None
 
     def submit(self, fn: Callable[..., object], *args: object) -> None:
+        if self._failure is None and not self._computes and self.device.copy_fails(self.name):
+            self._failure = TransferError("injected")
         if self._failure is None:
             self.waiting.append(lambda: fn(*args) or True)
-
-    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
-        if self._failure is None and self.device.copy_fails(self.name):
-            self._failure = TransferError("injected")
-        if self._failure is not None:
-            self.waiting.append(lambda: _fill_with_garbage(args[0], args[2]) or True)
-        else:
-            self.waiting.append(lambda: copy(*args) or True)
+        elif isinstance(fn, partial):  # a copy
+            self.waiting.append(lambda: VirtualCopies.spoil(fn) or True)
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         assert isinstance(event, VirtualEvent)
@@ -99,11 +97,16 @@ class VirtualStream(Stream):
         self.synchronize()
 
 
-def _fill_with_garbage(targets: Any, runs: Any) -> None:
-    """`targets`: rows of one layer, or of all."""
-    for rows in (each for layer in targets for each in (layer if isinstance(layer, tuple) else (layer,))):
-        for _, first, blocks in runs:
-            rows.array[first : first + blocks] = 0xFF  # the bytes of GARBAGE
+class VirtualCopies(CpuCopies):
+    @staticmethod
+    def spoil(copy: partial[None]) -> None:
+        """`copy` has failed: what it was to fill is garbage."""
+        copies, _, *layer, runs = copy.func.__self__, *copy.args
+        sides = copies._pairs[copy.keywords["to_device"]]
+        first = layer[0] * copies._num_roles if layer else 0
+        for rows, _ in sides[first : first + copies._num_roles] if layer else sides:
+            for _, at, blocks in runs:
+                rows.array[at : at + blocks] = 0xFF  # the bytes of GARBAGE
 
 
 class VirtualDevice(Runtime):
@@ -120,6 +123,9 @@ class VirtualDevice(Runtime):
     def new_stream(self, name: str) -> VirtualStream:
         self.streams.append(VirtualStream(self, name))
         return self.streams[-1]
+
+    def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> VirtualCopies:
+        return VirtualCopies(device, host)
 
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> HostBuffer:
         return HostBuffer(np.full(nbytes // 8, GARBAGE, np.int64))

@@ -66,7 +66,6 @@ class ProcessWorkerClient:
         self._directory = _private_directory()
         self.storage: StorageLink | None = None
         """To the workers' storage agents, if there is storage."""
-        self.ops: dict[str, str] = {}
         """Name of the implementation behind every copy op of the workers."""
         self.copy_paths: list[tuple[CopyPath, ...]] = []
         """How each rank copies."""
@@ -122,7 +121,6 @@ class ProcessWorkerClient:
             self._require_start()
         for rank in self._ranks:
             ready = rank.wait_ready()
-            self.ops = ready.ops
             if ready.transfer is not None:
                 self.rank_infos.append(ready.transfer)
             self.copy_paths.append(ready.paths)

@@ -7,7 +7,7 @@ between two steps, and with a role `TransferNews` of leases and fetches that end
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...metadata import CopyPath
@@ -38,9 +38,7 @@ def storage_addresses(directory: Path, rank: int) -> tuple[str, str]:
 class WorkerReady:
     """The model is loaded and both tiers are allocated."""
 
-    ops: dict[str, str] = field(default_factory=dict)
-    """Name of the implementation behind every copy op, as `ops.live()` says."""
     paths: tuple[CopyPath, ...] = ()
-    """How it copies, as `ops.copy_paths()` says."""
+    """How it copies, for the metrics."""
     transfer: RankInfo | None = None
     """Where other servers reach it, with a role."""

@@ -25,8 +25,8 @@ from ...orphan import die_with_parent
 from ...storage.lane_agent import LaneAgent
 from ...transfer.rank_transfers import RankTransfers
 from ...transfer.role_info import RankInfo
-from ...worker import ops
 from ...worker.cache_controller import CacheController
+from ...worker.ops.copies import cpu_paths
 from ...worker.runtime.copy_faults import VARIABLE, make_runtime
 from .messages import WorkerLaunch, WorkerReady, storage_addresses
 from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
@@ -73,7 +73,7 @@ def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgen
         link.send(error if is_user_error else WorkerDiedError(f"the worker cannot start: {error!r}"))
         return 1
     info = None if transfers is None else RankInfo(transfers.port, transfers.plane_address, transfers.geometry)
-    link.send(WorkerReady(ops.live(), ops.copy_paths("cpu"), info))
+    link.send(WorkerReady(cpu_paths(), info))
     try:
         _loop(runner, link, transfers)
         controller.drain(DRAIN_TIMEOUT_S)

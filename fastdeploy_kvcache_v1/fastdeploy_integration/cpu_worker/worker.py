@@ -14,7 +14,7 @@ from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.worker.worker_base import WorkerBase
 
 from ...model.ranks import Ranks, inherited_pipes
-from ...worker import ops
+from ...worker.ops.copies import cpu_paths
 from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
 from ..copy_report import socket_path
@@ -61,7 +61,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         reporter = CopyReporter(
             socket_path(int(self.parallel_config.local_engine_worker_queue_port)),
             int(self.parallel_config.tensor_parallel_rank),
-            lambda: ops.copy_paths("cpu"),
+            cpu_paths,
         )
         self.model_runner = CpuModelRunner(
             config,
@@ -74,7 +74,6 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             transfers=rank_role(self.fd_config),
         )
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
-        ops.warn_of_slow_copies()
 
     def load_model(self) -> None:
         self.model_runner.load_weights()

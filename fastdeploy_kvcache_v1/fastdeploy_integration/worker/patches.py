@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...worker import ops
+from ...worker.ops import trial
 from ...worker.runtime import CudaRuntime, Runtime
 from .. import settings
 from ..backends import DSA, MLA, cache_backend
@@ -45,7 +45,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     reporter = CopyReporter(
         socket_path(int(ranks.local_engine_worker_queue_port)),
         int(ranks.tensor_parallel_rank),
-        lambda: ops.copy_paths("cuda"),
+        lambda: trial.known().paths(),
     )
     _worker_cache = WorkerCache(
         num_host_blocks=int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0,
@@ -64,7 +64,6 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         ),
     )
     wrapped(*args, **kwargs)
-    ops.warn_of_slow_copies()
 
 
 def _current_gpu() -> Runtime:

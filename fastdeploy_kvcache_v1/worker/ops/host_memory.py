@@ -50,9 +50,9 @@ class HostBuffer:
             os.close(self.file)
 
 
-def host_alloc(nbytes: int, numa_node: int = -1) -> HostBuffer:
-    """Raises `MemoryError` where the system refuses, `CacheStateError` for `nbytes < 1`. Pages come at first touch, and
-    without the compiled core from the node of who touches them, whatever `numa_node` says.
+def host_alloc(nbytes: int) -> HostBuffer:
+    """Raises `MemoryError` where the system refuses, `CacheStateError` for `nbytes < 1`. Pages come at first touch, on
+    the node of who touches them.
     """
     if nbytes < 1:
         raise CacheStateError(f"a host buffer needs at least one byte, got {nbytes}")
@@ -88,7 +88,3 @@ def keep_to_this_process(buffer: HostBuffer) -> None:
     libc = ctypes.CDLL(None)
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
         libc.madvise(ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.nbytes), advice)
-
-
-def host_free(buffer: HostBuffer) -> None:
-    buffer.free()

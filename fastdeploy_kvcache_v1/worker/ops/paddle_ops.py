@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import CacheStateError, ConfigError
+from .copies import Copies
 from .rows import BlockRows, CopyRuns, LayerRows
 
 LIBRARY = Path(__file__).with_name("_paddle_ops.so")
@@ -91,7 +92,7 @@ def run(operator: str, caches: Any, *arguments: Any) -> None:
         raise CacheStateError(_first_line(error)) from None
 
 
-class PaddleCopies:
+class PaddleCopies(Copies):
     """The worker's copies between the tensors of its device tier and its host pool. Thread-safe on a CPU; on a GPU one
     thread submits at a time, because Paddle's current stream is that of the process.
 
@@ -118,9 +119,6 @@ class PaddleCopies:
     def all_layers(self, stream: Any, runs: CopyRuns, *, to_device: bool) -> None:
         """As `layer`, for every layer. Upstream's operator for all layers would wait for the stream."""
         self._copy(stream, [role for layer in self._layers for role in layer], runs, to_device)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def _copy(self, stream: Any, roles: Sequence[_Role], runs: CopyRuns, to_device: bool) -> None:
         device, host = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)

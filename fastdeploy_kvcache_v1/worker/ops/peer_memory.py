@@ -1,20 +1,32 @@
-"""GPU memory of other processes on this machine (CUDA IPC), through the compiled core."""
+"""GPU memory of other processes on this machine (CUDA IPC), through the driver."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint8, c_uint64
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .compiled import Path
-from .library import Library
+from ...errors import CacheStateError, ConfigError, TransferError
+from .cuda_copies import Copy2D, copy_batch
+from .driver import DriverStream, driver
 
 __all__ = ["HANDLE_BYTES", "UUID_BYTES", "Allocation", "Gpu", "PeerMemory"]
 
 HANDLE_BYTES = 64
 UUID_BYTES = 16
+
+_ORDINAL = 9
+"""CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
+
+_LAZY_PEER_ACCESS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+
+_MOST_PITCH = (1 << 31) - 1
+"""Bytes between two rows that one copy may have."""
 
 
 class Gpu(NamedTuple):
@@ -34,14 +46,10 @@ class Allocation(NamedTuple):
     num_bytes: int
 
 
-class _Exported(ctypes.Structure):
-    """`kvswap_ipc_memory`."""
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
 
-    _fields_ = (
-        ("handle", ctypes.c_uint8 * HANDLE_BYTES),
-        ("base", ctypes.c_uint64),
-        ("num_bytes", ctypes.c_int64),
-    )
+    _fields_ = (("bytes", c_uint8 * HANDLE_BYTES),)
 
 
 class PeerMemory:
@@ -51,43 +59,103 @@ class PeerMemory:
     fails.
     """
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
-
     def export(self, address: int) -> Allocation:
         """The allocation around `address`, for other processes; it must stay until they have closed it."""
-        made = _Exported()
-        self._library.call("kvswap_cuda_ipc_export", address, ctypes.byref(made))
-        return Allocation(bytes(made.handle), made.base, made.num_bytes)
+        base, nbytes, handle = c_uint64(), c_size_t(), _Handle()
+        try:
+            driver().call("cuMemGetAddressRange", byref(base), byref(nbytes), address)
+            driver().call("cuIpcGetMemHandle", byref(handle), base)
+        except TransferError as error:
+            raise ConfigError(f"this GPU memory cannot be shared with another process ({error})") from None
+        return Allocation(bytes(handle.bytes), base.value, nbytes.value)
 
     def open(self, handle: bytes) -> int:
         """Map an allocation of another process; returns where it begins in this one."""
         assert len(handle) == HANDLE_BYTES, f"a handle has {HANDLE_BYTES} bytes, got {len(handle)}"
-        base = ctypes.c_uint64()
-        self._library.call("kvswap_cuda_ipc_open", handle, ctypes.byref(base))
+        base, types = c_uint64(), [ctypes.POINTER(c_uint64), _Handle, c_uint]
+        open_it = driver().function("cuIpcOpenMemHandle", types=types)
+        if code := open_it(byref(base), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS):
+            raise TransferError(f"cuIpcOpenMemHandle: CUDA error {code}")
         return base.value
 
     def close(self, base: int) -> None:
         """As often as it was opened. Copies from it must have run."""
-        self._library.call("kvswap_cuda_ipc_close", base)
+        driver().call("cuIpcCloseMemHandle", base)
 
     def gpu_of(self, address: int) -> Gpu:
         """Whose memory is at `address`."""
-        number, uuid = ctypes.c_int(), (ctypes.c_uint8 * UUID_BYTES)()
-        self._library.call("kvswap_cuda_device_of", address, ctypes.byref(number), uuid)
+        number, gpu, uuid = c_int(), c_int(), (c_uint8 * UUID_BYTES)()
+        driver().call("cuPointerGetAttribute", byref(number), _ORDINAL, address)
+        driver().call("cuDeviceGet", byref(gpu), number)
+        driver().call("cuDeviceGetUuid", uuid, gpu)
         return Gpu(number.value, bytes(uuid))
 
     def reaches(self, number: int, uuid: bytes) -> bool | None:
         """Whether GPU `number` reads the memory of GPU `uuid`; None when this process does not see that one."""
-        access = ctypes.c_int()
-        self._library.call("kvswap_cuda_reaches", number, uuid, ctypes.byref(access))
-        return None if access.value < 0 else bool(access.value)
+        own, count, other, can = c_int(), c_int(), c_int(), c_int()
+        driver().call("cuDeviceGetCount", byref(count))
+        driver().call("cuDeviceGet", byref(own), number)
+        for ordinal in range(count.value):
+            name = (c_uint8 * UUID_BYTES)()
+            driver().call("cuDeviceGet", byref(other), ordinal)
+            driver().call("cuDeviceGetUuid", name, other)
+            if bytes(name) != uuid:
+                continue
+            if other.value != own.value:
+                driver().call("cuDeviceCanAccessPeer", byref(can), own, other)
+            return other.value == own.value or bool(can.value)
+        return None
 
-    def copy(self, ranges: npt.NDArray[np.int64], path: Path = Path.AUTO, *, stream: int) -> None:
-        """Enqueue copies inside device memory on the raw `stream`: int64 `[ranges, 3]`, C-contiguous, source address,
-        target address, bytes. In any order; raises `CacheStateError`, nothing copied, for a byte that is written twice,
-        or read and written.
+    def copy(self, stream: DriverStream, ranges: npt.NDArray[np.int64], *, by_batch: bool) -> None:
+        """Enqueue copies inside device memory: int64 `[ranges, 3]`, source address, target address, bytes. In any
+        order; raises `CacheStateError`, nothing copied, for a byte that is written twice, or read and written.
+        `by_batch`: where the driver's batch call is known to work.
         """
-        assert ranges.dtype == np.int64
-        assert ranges.flags.c_contiguous
-        self._library.call("kvswap_cuda_copy_ranges", ranges.ctypes.data, len(ranges), int(path), stream)
+        _require_apart(ranges)
+        grids = list(_grids(ranges))
+        if by_batch and len(grids) > 1:
+            sources, targets, sizes = (np.ascontiguousarray(part, np.uint64) for part in ranges.T)
+            copy_batch(stream, targets, sources, sizes)
+            return
+        for first, count in grids:
+            _copy_grid(stream, ranges[first : first + count])
+
+
+def _require_apart(ranges: npt.NDArray[np.int64]) -> None:
+    if not len(ranges):
+        return
+    written = ranges[np.argsort(ranges[:, 1])]
+    firsts, ends = written[:, 1], written[:, 1] + written[:, 2]
+    if (firsts[1:] < ends[:-1]).any():
+        raise CacheStateError("two of the ranges write the same memory")
+    before = np.searchsorted(firsts, ranges[:, 0] + ranges[:, 2])  # so many written ranges begin before its end
+    if ((before > 0) & (ends[before - 1] > ranges[:, 0])).any():
+        raise CacheStateError("a range reads what another one writes")
+
+
+def _grids(ranges: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """First and number of ranges of one length at equal distances, which one copy can do."""
+    first = 0
+    steps = np.diff(ranges[:, :2], axis=0)
+    while first < len(ranges):
+        end = first + 1
+        while end < len(ranges) and _continues(ranges, steps, first, end):
+            end += 1
+        yield first, end - first
+        first = end
+
+
+def _continues(ranges: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], first: int, end: int) -> bool:
+    width, step = ranges[first, 2], steps[first]
+    fits = (step >= width).all() and (step <= _MOST_PITCH).all()
+    return bool(fits and ranges[end, 2] == width and (steps[end - 1] == step).all())
+
+
+def _copy_grid(stream: DriverStream, ranges: npt.NDArray[np.int64]) -> None:
+    source, target, width = ranges[0].tolist()
+    if len(ranges) == 1:
+        stream.call("cuMemcpyAsync", target, source, width, stream.handle)
+        return
+    source_pitch, target_pitch = (ranges[1, :2] - ranges[0, :2]).tolist()
+    copy = Copy2D.between(source, source_pitch, target, target_pitch, width, len(ranges))
+    stream.call("cuMemcpy2DAsync", byref(copy), stream.handle)

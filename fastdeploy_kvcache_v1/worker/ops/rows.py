@@ -79,11 +79,6 @@ class LayerRows(tuple[BlockRows, ...]):
             raise CacheStateError("the roles of one side of a swap must be in one kind of memory")
         return True in places
 
-    @cached_property
-    def descriptors(self) -> npt.NDArray[np.int64]:
-        """A `kvswap_rows` of `kvswap.h` for each role."""
-        return np.array([(row.address, row.num_rows, row.row_bytes, row.pitch) for row in self], np.int64)
-
 
 def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
     """Rows of a paddle tensor (or NumPy array) `[num_rows, ...]` whose first axis is the block.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...errors import ConfigError, LayerSwapTimeoutError, TransferError
 from ...units import GIB
-from ..ops import HostBuffer
+from ..ops import HostBuffer, LayerRows
+from ..ops.copies import Copies
 from . import memory_limits
 
 
@@ -54,8 +55,6 @@ class Stream(ABC):
     """
 
     name: str
-    handle: int = 0
-    """Raw CUDA stream, or id of a queue of the compiled core; 0 where there is none."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -64,10 +63,6 @@ class Stream(ABC):
     @abstractmethod
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         """Run `fn(*args)` after everything submitted so far; skipped when its unit has failed already."""
-
-    @abstractmethod
-    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
-        """Run the copy op `copy(*args, stream=handle)` after everything submitted so far; else as `submit`."""
 
     @abstractmethod
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
@@ -107,6 +102,10 @@ class Runtime(ABC):
     @abstractmethod
     def new_stream(self, name: str) -> Stream:
         """An asynchronous stream, independent of all others."""
+
+    @abstractmethod
+    def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
+        """The copies between these tiers, by layer. Raises `CacheStateError` for tiers that do not fit each other."""
 
     @abstractmethod
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> HostBuffer:

@@ -1,7 +1,4 @@
-"""Streams and events on a CPU. A copy stream is a thread with a FIFO; compute is the calling thread itself.
-
-The compiled core has threads of its own (`queues.py`). The Python threads here work everywhere.
-"""
+"""Streams and events on a CPU. A copy stream is a thread with a FIFO; compute is the calling thread itself."""
 
 from __future__ import annotations
 
@@ -9,15 +6,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from ...errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
+from ...errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from .. import ops
+from ..ops.copies import Copies, CpuCopies
+from ..ops.rows import LayerRows
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
 from .placement import allocate_near, node_of_this_process
-from .queues import QueueStream
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +63,6 @@ class InlineStream(Stream):
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         fn(*args)
 
-    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
-        copy(*args)
-
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         if not event.wait_done(timeout):
             raise LayerSwapTimeoutError(f"stream {self.name} waited more than {timeout} s for a copy")
@@ -106,9 +101,6 @@ class CpuStream(Stream):
 
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         self._post(partial(self._on_call, fn, args))
-
-    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
-        self.submit(copy, *args)  # the thread is the stream
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         self._post(partial(self._on_wait, event, needs_data))
@@ -172,25 +164,15 @@ class CpuStream(Stream):
 
 
 class CpuRuntime(Runtime):
-    """Threads as copy streams: the compiled core's where `compiled` (None: where there is a core), else Python's.
+    """Threads as copy streams.
 
     `delay(stream_name)` runs on the stream's thread before each submitted function: tests make copies slow, gated or
-    failing with it. `threaded_compute` makes the compute stream asynchronous as well, as it is on a GPU. Raises
-    `ConfigError` for a compiled core that is not there.
+    failing with it. `threaded_compute` makes the compute stream asynchronous as well, as it is on a GPU.
     """
 
-    def __init__(
-        self,
-        *,
-        delay: Callable[[str], None] | None = None,
-        threaded_compute: bool = False,
-        compiled: bool | None = None,
-    ) -> None:
-        if compiled and ops.COMPILED is None:
-            raise ConfigError("the compiled copy ops are not there: build them, or do without")
+    def __init__(self, *, delay: Callable[[str], None] | None = None, threaded_compute: bool = False) -> None:
         self._delay = delay
-        self._core = None if ops.COMPILED is None or compiled is False else ops.COMPILED.library
-        self._streams: list[CpuStream | QueueStream] = []
+        self._streams: list[CpuStream] = []
         self._compute: Stream = self.new_stream("compute") if threaded_compute else InlineStream("compute")
 
     @property
@@ -201,16 +183,19 @@ class CpuRuntime(Runtime):
     def compute_stream(self) -> Stream:
         return self._compute
 
-    def new_stream(self, name: str) -> CpuStream | QueueStream:
-        stream = CpuStream(name, self._delay) if self._core is None else QueueStream(self._core, name, self._delay)
+    def new_stream(self, name: str) -> CpuStream:
+        stream = CpuStream(name, self._delay)
         self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
         return stream
+
+    def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
+        return CpuCopies(device, host)
 
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
         return allocate_near(nbytes, node_of_this_process, shared=shared)
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
-        ops.host_free(buffer)
+        buffer.free()
 
     def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
         free = free_host_memory()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from .. import ops
+from ..ops import trial
+from ..ops.copies import CHOICE, Copies
+from ..ops.cuda_copies import CudaCopies
+from ..ops.driver import driver
+from ..ops.paddle_ops import PaddleCopies
+from ..ops.rates import Rates
+from ..ops.rows import LayerRows
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
 from .placement import Nodes, allocate_near, node_of_pci_device, node_of_this_process
 
@@ -21,6 +28,9 @@ _SUCCESS, _NOT_READY = 0, 600
 
 _PORTABLE, _MAPPED = 1, 2
 """cudaHostRegisterPortable and cudaHostRegisterMapped: every context may copy from it, kernels may reach it."""
+
+MOST_OPEN = 256
+"""Calls of a stream that may be queued while others keep the interpreter lock; a queue of the driver holds 1,024."""
 
 _POLL_S = 0.0002
 """Sleep between two looks at an event; CUDA has no timed wait."""
@@ -81,6 +91,28 @@ def _early_error(event: Event, timeout: float | None) -> BaseException | None:
     return event.error
 
 
+class _Backlog:
+    """What was submitted to a stream and may still be queued.
+
+    A queue of the driver that is full blocks whoever submits. Few open calls never fill it, and may keep the
+    interpreter lock; more of them give it away.
+    """
+
+    def __init__(self) -> None:
+        self._submitted = self._ended = 0
+        self._marks: deque[tuple[int, CudaEvent]] = deque()
+
+    def is_short(self) -> bool:
+        """Counts a call. Asks events only when there may be many open ones."""
+        self._submitted += 1
+        while self._submitted - self._ended > MOST_OPEN and self._marks and self._marks[0][1].done():
+            self._ended = self._marks.popleft()[0]
+        return self._submitted - self._ended <= MOST_OPEN
+
+    def mark(self, event: CudaEvent) -> None:
+        self._marks.append((self._submitted, event))
+
+
 class CudaStream(Stream):
     """A non-blocking CUDA stream. `submit` calls its function now, which enqueues on `handle` and returns."""
 
@@ -89,8 +121,15 @@ class CudaStream(Stream):
         self.handle = int(stream.ptr)
         self._cupy = cupy
         self._stream = stream
+        self._driver = driver()
+        self._backlog: _Backlog | None = _Backlog()
         self._failure: BaseException | None = None
         self._closed = False
+
+    def call(self, name: str, *arguments: object) -> None:
+        """A call of the driver that enqueues on this stream. Raises `TransferError`."""
+        keeps_lock = self._backlog is not None and self._backlog.is_short()
+        self._driver.call(name, *arguments, keeps_lock=keeps_lock)
 
     def begin(self) -> None:
         self._failure = None
@@ -106,20 +145,20 @@ class CudaStream(Stream):
             logger.exception("work on stream %s failed", self.name)
             self._failure = error
 
-    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
-        self.submit(partial(copy, *args, stream=self.handle))
-
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         if isinstance(event, CudaEvent):
-            self._stream.wait_event(event.raw)
+            self.call("cuStreamWaitEvent", self.handle, event.raw.ptr, 0)
         error = _early_error(event, timeout)
         if needs_data and self._failure is None and error is not None:
             self._failure = TransferError(f"the copy it depends on failed: {describe(error)}")
 
     def record_event(self, *, timed: bool = False) -> CudaEvent:
-        event = self._cupy.cuda.Event(disable_timing=not timed)
-        event.record(self._stream)
-        return CudaEvent(self._cupy, event, self._failure)
+        raw = self._cupy.cuda.Event(disable_timing=not timed)
+        self.call("cuEventRecord", raw.ptr, self.handle)
+        event = CudaEvent(self._cupy, raw, self._failure)
+        if self._backlog is not None:
+            self._backlog.mark(event)
+        return event
 
     def synchronize(self) -> None:
         self._stream.synchronize()
@@ -142,15 +181,18 @@ class _ForeignStream:
         self.ptr = ptr
         self._runtime = cupy.cuda.runtime
 
-    def wait_event(self, event: Any) -> None:
-        self._runtime.streamWaitEvent(self.ptr, event.ptr)
-
     def synchronize(self) -> None:
         self._runtime.streamSynchronize(self.ptr)
 
 
 class CudaComputeStream(CudaStream):
-    """Paddle's own stream. The host submits kernels to it itself, so a known failure raises instead of skipping."""
+    """Paddle's own stream. The host submits kernels to it itself, so a known failure raises instead of skipping; how
+    many are queued is not known, so no call keeps the interpreter lock.
+    """
+
+    def __init__(self, cupy: Any, name: str, stream: Any) -> None:
+        super().__init__(cupy, name, stream)
+        self._backlog = None
 
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         fn(*args)
@@ -160,7 +202,7 @@ class CudaComputeStream(CudaStream):
         if needs_data and error is not None:
             raise TransferError(f"a copy failed: {describe(error)}") from error
         if isinstance(event, CudaEvent):
-            self._stream.wait_event(event.raw)
+            self.call("cuStreamWaitEvent", self.handle, event.raw.ptr, 0)
 
     def close(self) -> None:
         """Belongs to Paddle."""
@@ -187,11 +229,12 @@ class CudaRuntime(Runtime):
     Raises `ImportError` where CuPy is missing.
     """
 
-    def __init__(self, device: int = 0, *, compute_handle: int | None = None) -> None:
+    def __init__(self, device: int = 0, *, compute_handle: int | None = None, rates: Rates | None = None) -> None:
         import cupy
 
         self._cupy: Any = cupy
         self._device = device
+        self._rates = trial.known() if rates is None else rates
         cupy.cuda.Device(device).use()
         if compute_handle is None:
             import paddle
@@ -220,15 +263,17 @@ class CudaRuntime(Runtime):
         try:
             self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, _PORTABLE | _MAPPED)
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
-            ops.host_free(buffer)
+            buffer.free()
             raise ConfigError(f"{nbytes} bytes of host cache cannot be page-locked: {describe(error)}") from error
-        try:
-            ops.land(self._cupy, self._device, buffer)
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # a GPU that an error broke takes nothing back
-                self.free_host(buffer)
-            raise
         return buffer
+
+    def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
+        if os.environ.get(CHOICE) == "paddle":
+            return PaddleCopies(device, host)
+        copies = CudaCopies(self._cupy, device, host, self._rates)
+        for way, reason in copies.left.items():
+            logger.warning("copies between GPU and host do without %s: %s", way, reason)
+        return copies
 
     def _choose_node(self, nodes: Nodes) -> int | None:
         """That of the GPU, else that of the CPUs we may run on."""
@@ -237,7 +282,7 @@ class CudaRuntime(Runtime):
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
         self._cupy.cuda.runtime.hostUnregister(buffer.address)
-        ops.host_free(buffer)
+        buffer.free()
 
     def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
         free, _total = self._cupy.cuda.runtime.memGetInfo()

@@ -22,14 +22,12 @@ from ..ops.rows import ByteRows
 logger = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
-NUMA_MAPS = Path("/proc/self/numa_maps")
 
 CHUNK = 64 << 20
 """Bytes that a thread touches at a time."""
 
 MAX_THREADS = 16
 REPORT_EVERY_S = 5.0
-NEAR_ENOUGH = 0.95
 
 Nodes = Mapping[int, Set[int]]
 """CPUs by NUMA node."""
@@ -43,11 +41,8 @@ def allocate_near(nbytes: int, choose: Callable[[Nodes], int | None], *, shared:
     """
     nodes = numa_nodes()
     node = choose(nodes) if len(nodes) > 1 else None
-    wanted = -1 if node is None else node
-    buffer = ops.host_alloc_shared(nbytes) if shared else ops.host_alloc(nbytes, numa_node=wanted)
+    buffer = ops.host_alloc_shared(nbytes) if shared else ops.host_alloc(nbytes)
     touch(buffer.array, frozenset() if node is None else nodes.get(node, frozenset()))
-    if node is not None:
-        _report_place(buffer, node)
     return buffer
 
 
@@ -111,7 +106,7 @@ def _page_threads(num_threads: int, cpus: Set[int]) -> Iterator[ThreadPoolExecut
 
 
 def _run_on(cpus: Set[int]) -> None:
-    """This thread's pages come from the node of `cpus`; forbidden in some containers, and told by `_report_place`."""
+    """This thread's pages come from the node of `cpus`; forbidden in some containers."""
     if cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(threading.get_native_id(), cpus)
@@ -120,36 +115,3 @@ def _run_on(cpus: Set[int]) -> None:
 def _touch(chunk: ByteRows) -> int:
     chunk[:: mmap.PAGESIZE] = 0  # NumPy gives up the GIL for it
     return chunk.size
-
-
-def _report_place(buffer: ops.HostBuffer, node: int) -> None:
-    pages = pages_by_node(buffer.address)
-    total = sum(pages.values())
-    near = pages.get(node, 0) / total if total else 0.0
-    if near < NEAR_ENOUGH:
-        reason = f"only {near:.0%} of the pages are" if total else "the system does not tell where its pages are"
-        logger.warning("host memory was asked for on NUMA node %d: %s", node, reason)
-    else:
-        logger.info("host memory: %.0f%% on NUMA node %d", 100 * near, node)
-
-
-def pages_by_node(address: int, maps: Path = NUMA_MAPS) -> dict[int, int]:
-    """How many pages of the mapping that holds `address` each node has; empty where the system does not tell."""
-    found: list[str] = []
-    for start, fields in _mappings(maps):
-        if start > address:
-            break
-        found = fields
-    counts = (field[1:].split("=") for field in found if field[0] == "N" and "=" in field)
-    return {int(node): int(pages) for node, pages in counts}
-
-
-def _mappings(maps: Path) -> Iterator[tuple[int, list[str]]]:
-    """Start and fields of each mapping of this process, in order of address."""
-    try:
-        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        start, *fields = line.split()
-        yield int(start, 16), fields

@@ -6,7 +6,6 @@ Each case first has the right answer from the tier that it spoils afterwards.
 import random
 import tempfile
 from collections import deque
-from functools import partial
 
 import numpy as np
 import pytest
@@ -20,8 +19,7 @@ from fastdeploy_kvcache_v1.storage.backends import make_link, make_tier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import Implementation, numpy_twin
+from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
 from tests.embedded.engine.test_families_between_servers import Pair
@@ -161,33 +159,38 @@ class LeavesOut:
         self._is_in, self._layer, self._rng = is_in, layer, rng
         self.slots, self.done = [], False
 
-    def one_layer(self, targets, sources, runs, stream):
+    def layer(self, copies, stream, layer, runs, *, to_device):
         copied = [(run[self._is_in] + at, run[1] + at) for run in runs for at in range(run[2])]
         mine = [target for slot, target in copied if slot in self.slots]
         if self.done or not mine or self._layer:
             self._layer -= bool(mine) and not self.done
-            numpy_twin.swap_cache_per_layer(targets, sources, runs, stream)
+            COPY(copies, stream, layer, runs, to_device=to_device)
             return
         self.done = True
+        first = layer * copies._num_roles
+        targets = [target for target, _source in copies._pairs[to_device][first : first + copies._num_roles]]
         row = self._rng.choice(targets).array[self._rng.choice(mine)]
         width = len(row) // BLOCK // 4
         start = self._rng.randrange(4 * BLOCK) * width
         kept = row[start : start + width].copy()
-        numpy_twin.swap_cache_per_layer(targets, sources, runs, stream)
+        COPY(copies, stream, layer, runs, to_device=to_device)
         assert not np.array_equal(row[start : start + width], kept)
         row[start : start + width] = kept
 
-    def all_layers(self, targets, sources, runs, stream):
-        for pair in zip(targets, sources, strict=True):
-            self.one_layer(*pair, runs, stream)
+    def all_layers(self, copies, stream, runs, *, to_device):
+        for layer in range(len(copies._pairs[to_device]) // copies._num_roles):
+            self.layer(copies, stream, layer, runs, to_device=to_device)
+
+
+COPY = CpuCopies.layer
 
 
 @pytest.fixture
-def leave_out(request):
+def leave_out(monkeypatch):
     def install(how):
-        for op, run in (("swap_cache_per_layer", how.one_layer), ("swap_cache_all_layers", how.all_layers)):
-            before = ops.install(op, "cpu", Implementation("leaves out", run))
-            request.addfinalizer(partial(ops.install, op, "cpu", before))
+        for name in ("layer", "all_layers"):
+            method = getattr(how, name)
+            monkeypatch.setattr(CpuCopies, name, lambda *given, method=method, **way: method(*given, **way))
         return how
 
     return install
@@ -196,7 +199,7 @@ def leave_out(request):
 @pytest.mark.parametrize("is_in", [True, False], ids=["to the device", "to the host"])
 @over_all_layouts
 def test_a_row_that_a_copy_leaves_out_changes_the_answer(leave_out, family, mtp, size, is_in):
-    runtimes = [CpuRuntime(compiled=False) for _ in range(size)]
+    runtimes = [CpuRuntime() for _ in range(size)]
     engine = FamilyEngine(family, mtp=mtp, size=size, num_host_blocks=80, runtimes=runtimes)
     rng = random.Random(f"{family} {is_in}")
     left_out = leave_out(LeavesOut(is_in, rng.randrange(main_layers(engine, mtp)), rng))

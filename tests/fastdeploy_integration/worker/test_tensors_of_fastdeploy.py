@@ -200,13 +200,12 @@ def test_a_runner_has_its_cache_before_it_makes_its_proposer(
     monkeypatch.setattr(patches, "_worker_cache", None)
     monkeypatch.setattr(patches, "WorkerCache", lambda **settings: made.append(settings) or "the cache")
     monkeypatch.setattr(patches, "rank_storage", lambda config, **where: [where["device_id"], where["on_gpu"]])
-    monkeypatch.setattr(patches.ops, "warn_of_slow_copies", lambda: told.append("slow"))
     monkeypatch.setenv(settings.BLOCK_BYTES_VARIABLE, "4096")
     args, kwargs = ((), {"fd_config": fd_config(**{"num_cpu_blocks": 7, **given}), "device_id": 6})
     if not named:
         args, kwargs = (kwargs["fd_config"], "model", 6), {}
     patches.init_runner(lambda *_, **__: told.append(patches.worker_cache()), None, args, kwargs)
-    assert (required, told) == ([Where.WORKER], ["the cache", "slow"])
+    assert (required, told) == ([Where.WORKER], ["the cache"])
     (chosen,) = made
     assert (chosen["num_host_blocks"], chosen["parts"], chosen["draft_tokens"]) == (host_blocks, parts, draft_tokens)
     assert (chosen["block_size"], chosen["expected_block_bytes"], chosen["keep_host_memory"]) == (4, 4096, True)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, cupy_copies, numpy_twin
-from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
-from fastdeploy_kvcache_v1.worker.ops.queues import Queue
-from tests.gpu.stand_in.in_process import COMPUTE, PythonDriver
-from tests.worker.ops.native import require_core
-
-Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], CopyRuns], object]
-"""Copies all layers, targets first; done on return."""
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows
+from fastdeploy_kvcache_v1.worker.ops.copies import Copies, CpuCopies
+from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime, Runtime
+from tests.gpu.stand_in.fake_driver import COMPUTE
 
 GAP = 64
 """Bytes before, between and behind the tensors, which no copy may touch."""
@@ -84,40 +82,49 @@ def rows_of(array: np.ndarray) -> BlockRows:
     return BlockRows(array.ctypes.data, array.shape[0], array.shape[1], array.strides[0], owner=array)
 
 
-def _by(compiled: CompiledOps, path: Path) -> Copy:
-    return lambda targets, sources, runs: compiled.swap_cache_all_layers(targets, sources, runs, 0, path)
+Copy = Callable[[Memory, CopyRuns, bool], None]
+"""Copies all layers, to the device or from it; in one call, or layer by layer where it goes to the device."""
 
 
-def _on_a_queue(compiled: CompiledOps) -> Copy:
-    def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
-        with closing(Queue(compiled.library, "test")) as queue:
-            for to, of in zip(targets, sources, strict=True):
-                compiled.swap_cache_per_layer(to, of, runs, queue.id)
-            assert queue.record().wait(-1)
+def _carry_out(runtime: Runtime, copies: Copies, memory: Memory, runs: CopyRuns, to_device: bool) -> None:
+    with closing(copies), closing(runtime):
+        stream = runtime.new_stream("test")
+        if to_device:
+            for layer in range(len(memory.tiers.device)):
+                stream.submit(partial(copies.layer, stream, layer, runs, to_device=True))
+        else:
+            stream.submit(partial(copies.all_layers, stream, runs, to_device=False))
+        stream.record_event().wait()
+
+
+def on_cpu(memory: Memory, runs: CopyRuns, to_device: bool) -> None:
+    _carry_out(CpuRuntime(), CpuCopies(memory.device_rows, memory.host_rows), memory, runs, to_device)
+
+
+def only(way: str) -> Rates:
+    """Of a GPU where only this way works."""
+    return Rates({way: dict.fromkeys((True, False), (Timing(1024, 1.0, 1.0),))}, reach=1 << 50)
+
+
+def on_device(gpu: Any, layers: Sequence[LayerRows], memory: np.ndarray) -> list[LayerRows]:
+    """The same rows, as the GPU's."""
+    moved = gpu.adopt(memory) - memory.ctypes.data
+    return [LayerRows(replace(rows, address=rows.address + moved, on_gpu=True) for rows in layer) for layer in layers]
+
+
+def by(gpu: Any, way: str) -> Copy:
+    def copy(memory: Memory, runs: CopyRuns, to_device: bool) -> None:
+        runtime = CudaRuntime(compute_handle=COMPUTE, rates=only(way))
+        gpu.call("cuMemHostRegister", memory.bytes.ctypes.data, memory.bytes.nbytes, 3)
+        copies = runtime.new_copies(on_device(gpu, memory.device_rows, memory.bytes), memory.host_rows)
+        assert copies.left == {}
+        _carry_out(runtime, copies, memory, runs, to_device)
+        gpu.call("cuMemHostUnregister", memory.bytes.ctypes.data)
+        assert gpu.faults == []
+        assert not len(runs) or any(entry[0] == NAMES[way] for entry in gpu.log)
 
     return copy
 
 
-def by_cupy(gpu: PythonDriver) -> Copy:
-    def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
-        def on_gpu(layers: Sequence[LayerRows]) -> list[LayerRows]:
-            return [LayerRows(dataclasses.replace(rows, on_gpu=rows.is_dense) for rows in layer) for layer in layers]
-
-        cupy_copies.swap_cache_all_layers(on_gpu(targets), on_gpu(sources), runs, COMPUTE)
-        gpu.run_all()
-
-    return copy
-
-
-def path(name: str) -> Copy:
-    """Skips the test where this machine has no such path."""
-    if name == "numpy":
-        return lambda targets, sources, runs: numpy_twin.swap_cache_all_layers(targets, sources, runs, 0)
-    compiled = require_core()
-    return _on_a_queue(compiled) if name == "queue" else _by(compiled, Path[name.upper()])
-
-
-CHECK_NOTHING = ("numpy", "cupy")
-"""Their callers do."""
-
-PATHS = (*CHECK_NOTHING, "auto", "memcpy", "stream", "queue")
+NAMES = {"kernel": "kernel", "batch": "batch", "runs": "copy 2D"}
+"""In the fake driver's log."""

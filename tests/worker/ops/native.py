@@ -11,9 +11,6 @@ from types import ModuleType
 
 import pytest
 
-from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import CompiledOps
-
 ROOT = Path(__file__).parents[3]
 CUSTOM_OPS = ROOT / "custom_ops"
 
@@ -49,13 +46,6 @@ def cuda_compiler() -> str:
         return build.nvcc()
     except build.BuildError as error:
         pytest.skip(str(error))
-
-
-def require_core() -> CompiledOps:
-    """The native copies, or a skip that says how to get them."""
-    if ops.COMPILED is None:
-        pytest.skip("the native copies are not built: sudo apt-get install g++, then scripts/build_ops.sh")
-    return ops.COMPILED
 
 
 def compile_program(sources: list[Path], output: Path, *flags: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 
@@ -12,13 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
-from fastdeploy_kvcache_v1.metadata import CopyPath
 from fastdeploy_kvcache_v1.slot_array import SlotArray
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns, plan_runs, tensor_rows
 from tests.worker.ops.copies import rows_of
-
-pytestmark = pytest.mark.usefixtures("cpu_ops")
 
 NUM_SLOTS = 12
 SLOT = st.integers(0, NUM_SLOTS - 1)
@@ -64,35 +60,6 @@ def test_bad_slots_are_refused(sources, targets, message, kind):
         plan_runs(kind(sources), kind(targets), num_sources=8, num_targets=9)
 
 
-def test_sides_that_do_not_fit_are_refused_before_a_byte_moves():
-    small, big = np.zeros((4, 8), np.uint8), np.ones((4, 16), np.uint8)
-    host, source = rows_of(small), rows_of(np.ones((5, 8), np.uint8))
-    on_gpu = dataclasses.replace(host, on_gpu=True)
-    refused = [
-        # targets, sources, message
-        ([host], [rows_of(big)], "same roles of the same size"),
-        ([], [], "same roles of the same size"),
-        ([on_gpu], [on_gpu], "not between two places on the GPU"),
-        ([host], [on_gpu, host], "same roles of the same size"),
-        ([host, host], [on_gpu, host], "must be in one kind of memory"),
-    ]
-    for targets, sources, message in refused:
-        with pytest.raises(CacheStateError, match=message):
-            ops.swap_cache_per_layer(targets, sources, [CopyRun(0, 0, 1)])
-    for targets, sources in (([[host]], []), ([], [])):
-        with pytest.raises(CacheStateError, match=rf"same layers on both sides, got 0 and {len(targets)}"):
-            ops.swap_cache_all_layers(targets, sources, [CopyRun(0, 0, 1)])
-    outside = {"reads row 5 of 5": (4, 0, 2), "writes row 4 of 4": (0, 3, 2), "a negative row: -1": (-1, 0, 1)}
-    for message, run in outside.items():
-        for copy, targets, sources in (
-            (ops.swap_cache_per_layer, [host], [source]),
-            (ops.swap_cache_all_layers, [[host]], [[source]]),
-        ):
-            with pytest.raises(CacheStateError, match=f"a swap .*{message}"):
-                copy(targets, sources, [CopyRun(0, 0, 1), CopyRun(*run)])
-    assert not small.any()
-
-
 @pytest.mark.parametrize(
     ("num_rows", "row_bytes", "pitch", "address"), [(0, 1, 1, 1), (1, 0, 1, 1), (1, 2, 1, 1), (1, 1, 1, 0)]
 )
@@ -116,27 +83,6 @@ def test_rows_are_a_view_of_the_tensor():
         tensor_rows(array, num_rows=4, row_bytes=16)
 
 
-def test_the_table_names_what_runs(cpu_ops):
-    memory = "mmap" if cpu_ops == "numpy" else cpu_ops
-    expected = dict.fromkeys(["swap_cache_per_layer.cpu", "swap_cache_all_layers.cpu"], cpu_ops)
-    expected |= dict.fromkeys(["host_alloc.cpu", "host_free.cpu"], memory)
-    assert {name: live for name, live in ops.live().items() if name.endswith(".cpu")} == expected
-    assert set(ops.live()) >= {"swap_cache_per_layer.cuda", "swap_cache_all_layers.cuda"}
-    assert ops.copy_paths("cpu") == (CopyPath("in", cpu_ops), CopyPath("out", cpu_ops))
-
-
-def test_slow_copies_are_warned_of(cpu_ops, caplog):
-    ops.warn_of_slow_copies()
-    assert len(caplog.records) == (cpu_ops == "numpy")
-
-
-def test_host_memory_may_be_asked_for_on_a_numa_node(cpu_ops):
-    assert not ops.host_alloc(10_000, numa_node=0).array.any()
-    if cpu_ops == "compiled":
-        with pytest.raises(CacheStateError, match="there is no NUMA node 5000"):
-            ops.host_alloc(10_000, numa_node=5000)
-
-
 def test_host_memory_is_zeroed_aligned_and_given_back_once():
     buffer = ops.host_alloc(10_000)
     view = buffer.array[5_000:]
@@ -144,10 +90,10 @@ def test_host_memory_is_zeroed_aligned_and_given_back_once():
     assert buffer.address % 4096 == 0
     assert not buffer.array.any()
     buffer.array[:] = 9
-    ops.host_free(buffer)
+    buffer.free()
     assert (view == 9).all(), "a view keeps the memory alive"
     with pytest.raises(CacheStateError, match="freed"):
-        ops.host_free(buffer)
+        buffer.free()
     num_files = len(os.listdir("/proc/self/fd"))
     for allocate in (ops.host_alloc, ops.host_alloc_shared):
         with pytest.raises(CacheStateError, match="at least one byte"):

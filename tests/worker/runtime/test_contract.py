@@ -1,17 +1,17 @@
-"""What every runtime promises: the streams and events of `runtime/base.py`, over threads, queues of the core, CUDA."""
+"""What every runtime promises: the streams and events of `runtime/base.py`, over threads and CUDA."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
-from tests.gpu.stand_in.in_process import COMPUTE
-from tests.worker.ops.native import require_core
+from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.worker_fakes import LIMIT_S
 
 
@@ -36,22 +36,17 @@ class OnGpu(OnCpu):
         self.gpu = gpu
 
     def work(self, stream, fn, *args):
-        stream.submit(self.gpu.launch, stream.handle, fn, *args)
+        stream.submit(self.gpu.launch, stream.handle, partial(fn, *args))
 
     def hold(self, stream):
         opened = []
-        self.gpu.queues[stream.handle].append(lambda: bool(opened))
+        self.gpu.push(stream.handle, lambda: bool(opened))
         return lambda: opened.append(True)
 
 
-@pytest.fixture(params=["threads", "queues", "cuda"])
+@pytest.fixture(params=["threads", "cuda"])
 def on(request):
-    if request.param == "queues":
-        require_core()
-    if request.param == "cuda":
-        made = OnGpu(request.getfixturevalue("gpu"))
-    else:
-        made = OnCpu(CpuRuntime(compiled=request.param == "queues"))
+    made = OnGpu(request.getfixturevalue("gpu")) if request.param == "cuda" else OnCpu(CpuRuntime())
     yield made
     made.runtime.close()
 
@@ -115,23 +110,6 @@ def test_a_failure_concerns_the_rest_of_its_unit_only(on, streams):
         after.wait(LIMIT_S)
     assert isinstance(after.error, ValueError)
     assert seen == [1, 3]
-
-
-def test_a_copy_is_told_its_stream_and_its_failure_is_that_of_its_unit(on, streams):
-    handles = []
-
-    def copy(number, *, stream=0):
-        handles.append(stream)
-        if number == 2:
-            boom()
-
-    for number in (1, 2, 3):
-        streams[0].enqueue(copy, number)
-    event = streams[0].record_event()
-    assert event.wait_done(LIMIT_S)
-    assert isinstance(event.error, ValueError)
-    assert set(handles) == {streams[0].handle}
-    assert len(handles) < 4
 
 
 def test_only_a_wait_that_needs_data_hands_a_failure_on(on, streams):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import threading
@@ -19,7 +18,6 @@ from fastdeploy_kvcache_v1.worker.runtime.placement import (
     node_of_pci_device,
     node_of_this_process,
     numa_nodes,
-    pages_by_node,
     touch,
 )
 
@@ -39,7 +37,6 @@ def write(path, text):
     path.write_text(text)
 
 
-@pytest.mark.usefixtures("cpu_ops")
 def test_every_page_is_there_and_zero(monkeypatch):
     monkeypatch.setattr(placement, "CHUNK", 4 * PAGE)
     nbytes = 30 * PAGE + 1
@@ -48,13 +45,6 @@ def test_every_page_is_there_and_zero(monkeypatch):
     buffer = allocate_near(nbytes, lambda nodes: None)
     assert resident_pages(buffer.address, nbytes) == 31
     assert not buffer.array.any()
-
-
-@pytest.mark.skipif(not placement.NUMA_MAPS.exists(), reason="this kernel does not tell where pages are")
-def test_the_kernel_tells_where_they_are():
-    buffer = allocate_near(64 * PAGE, lambda nodes: None)
-    pages = pages_by_node(buffer.address)
-    assert sum(pages.values()) >= 64
 
 
 def test_nodes_with_cpus_are_found(tmp_path):
@@ -79,18 +69,6 @@ def test_node_of_a_pci_device(tmp_path):
     assert node_of_pci_device("0000:AF:00.0", tmp_path) == 1
     assert node_of_pci_device("0000:B0:00.0", tmp_path) is None
     assert node_of_pci_device("0000:C0:00.0", tmp_path) is None
-
-
-def test_pages_of_a_mapping_are_counted_by_node(tmp_path):
-    maps = tmp_path / "numa_maps"
-    maps.write_bytes(
-        b"00400000 default file=/usr/bin/mod\xe8le mapped=7 N0=7 kernelpagesize_kB=4\n"
-        b"7f0000000000 prefer:1 anon=10 dirty=10 active=0 N0=3 N1=7 kernelpagesize_kB=4\n"
-        b"7f0000100000 default\n"
-    )
-    assert pages_by_node(0x7F0000000000, maps) == pages_by_node(0x7F0000001000, maps) == {0: 3, 1: 7}
-    assert pages_by_node(0x7F0000100000, maps) == {}
-    assert pages_by_node(0x7F0000000000, tmp_path / "missing") == {}
 
 
 def test_an_interrupt_does_not_wait_for_all_pages(monkeypatch):
@@ -118,39 +96,21 @@ def test_an_interrupt_does_not_wait_for_all_pages(monkeypatch):
     assert gate.is_set(), "no thread is left"
 
 
-@pytest.fixture
-def bound(monkeypatch, caplog):
-    """The nodes that memory was asked for on, of a machine with two of them."""
-    caplog.set_level(logging.WARNING)
-    asked, host_alloc = [], ops.host_alloc
+def test_one_node_or_no_choice_pins_nothing(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: pinned.append(cpus))
     monkeypatch.setattr(placement, "numa_nodes", lambda: NODES)
-    monkeypatch.setattr(ops, "host_alloc", lambda size, *, numa_node=-1: asked.append(numa_node) or host_alloc(size))
-    return asked
-
-
-def test_one_node_or_no_choice_binds_nothing(bound, monkeypatch, caplog):
     allocate_near(4 * PAGE, lambda nodes: None)
     monkeypatch.setattr(placement, "numa_nodes", lambda: {0: frozenset({0, 1})})
     allocate_near(4 * PAGE, lambda nodes: pytest.fail("there is nothing to choose"))
-    assert (bound, caplog.records) == ([-1, -1], [])
+    assert pinned == []
 
 
-@pytest.mark.parametrize(
-    ("pages", "line"),
-    [
-        ({0: 3, 1: 1}, "host memory was asked for on NUMA node 1: only 25% of the pages are"),
-        ({0: 4}, "host memory was asked for on NUMA node 1: only 0% of the pages are"),
-        ({}, "host memory was asked for on NUMA node 1: the system does not tell where its pages are"),
-        ({0: 1, 1: 19}, None),
-    ],
-)
-def test_what_the_system_refuses_is_one_line(bound, monkeypatch, caplog, pages, line):
+def test_what_the_system_refuses_is_touched_all_the_same(monkeypatch):
     def refuse(thread, cpus):
         raise PermissionError("no")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    monkeypatch.setattr(placement, "pages_by_node", lambda address: pages)
+    monkeypatch.setattr(placement, "numa_nodes", lambda: NODES)
     buffer = allocate_near(4 * PAGE, lambda nodes: 1)
-    assert bound == [1]
-    assert [record.getMessage() for record in caplog.records] == ([line] if line else [])
     assert resident_pages(buffer.address, 4 * PAGE) == 4

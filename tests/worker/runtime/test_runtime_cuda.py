@@ -12,23 +12,25 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.hazards import Actor
-from fastdeploy_kvcache_v1.worker.ops import host_alloc
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda, placement
 from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 from fastdeploy_kvcache_v1.worker.runtime.placement import node_of_pci_device
-from tests.gpu.stand_in.in_process import COMPUTE
+from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.gpu.tensor import Tensor
 from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
 
 
 class GpuBackend(NumpyBackend):
-    """Cache tensors that say they are in GPU memory."""
+    """Cache tensors in GPU memory."""
+
+    def __init__(self, gpu, num_layers=2):
+        super().__init__(num_layers)
+        self._gpu = gpu
 
     def create_kv_cache(self, num_blocks, *, rank=0, device=0):
         def tensor(array):
-            data = SimpleNamespace(ptr=array.ctypes.data)
+            data = SimpleNamespace(ptr=self._gpu.adopt(array))
             return Tensor(SimpleNamespace(shape=array.shape, dtype=array.dtype, data=data))
 
         arrays = super().create_kv_cache(num_blocks, rank=rank, device=device)
@@ -37,7 +39,7 @@ class GpuBackend(NumpyBackend):
 
 @pytest.fixture
 def rig(gpu):
-    return Rig(CudaRuntime(device=0, compute_handle=COMPUTE), backend=GpuBackend(num_layers=2))
+    return Rig(CudaRuntime(device=0, compute_handle=COMPUTE), backend=GpuBackend(gpu))
 
 
 def test_calls_of_one_step(gpu, rig):
@@ -55,8 +57,8 @@ def test_calls_of_one_step(gpu, rig):
     layers = [entry[2] for entry in gpu.log if entry[:2] == ("record", into) and entry[3] == "untimed"]
     shape = [entry[:2] for entry in gpu.log]
     assert shape == [
-        *[(what, output) for what in ("stream", "record", *["copy"] * 4, "record")],
-        *[(what, into) for what in ("stream", "wait", "record", *["copy", "copy", "record"] * 2, "record")],
+        *[(what, output) for what in ("stream", "record", *["copy 2D"] * 4, "record")],
+        *[(what, into) for what in ("stream", "wait", "record", *["copy 2D", "copy 2D", "record"] * 2, "record")],
         *[(what, COMPUTE) for what in ("wait", "wait", "record")],
     ]
     assert [entry[2] for entry in gpu.log if entry[:2] == ("wait", into)] == [out_end]
@@ -99,7 +101,7 @@ def test_what_uses_a_slot_of_a_peer_is_submitted_when_the_peer_is_done(gpu, rig)
     gpu.log.clear()
     rig.submit(into=swap_in((0,), (3,)))
     names = [entry[0] for entry in gpu.log]
-    assert names.index("the lease ends") < names.index("copy")
+    assert names.index("the lease ends") < names.index("copy 2D")
 
     rig.controller.device_hazards.after(Actor.REMOTE, Lease(gpu), reads=(4,))
     gpu.log.clear()
@@ -109,11 +111,11 @@ def test_what_uses_a_slot_of_a_peer_is_submitted_when_the_peer_is_done(gpu, rig)
 
 
 def test_a_peer_that_does_not_end_its_use_is_not_waited_for_for_ever(gpu):
-    rig = Rig(CudaRuntime(compute_handle=COMPUTE), backend=GpuBackend(num_layers=2), timeout_s=0.01)
+    rig = Rig(CudaRuntime(compute_handle=COMPUTE), backend=GpuBackend(gpu), timeout_s=0.01)
     rig.controller.device_hazards.after(Actor.REMOTE, Lease(gpu, ends=False), reads=(3,))
     with pytest.raises(LayerSwapTimeoutError, match=r"a peer's use of a slot did not end within 0\.01 s"):
         rig.submit(into=swap_in((0,), (3,)))
-    assert not [entry for entry in gpu.log if entry[0] == "copy"]
+    assert not [entry for entry in gpu.log if entry[0] == "copy 2D"]
     with pytest.raises(LayerSwapTimeoutError):
         rig.controller.before_compute([], [3])
     assert rig.controller.take_results() == []
@@ -149,20 +151,6 @@ def test_compute_is_on_paddles_own_stream_and_is_not_closed(gpu, monkeypatch):
     runtime.compute_stream.synchronize()
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_memory_that_cannot_be_landed_on_is_given_back(gpu, monkeypatch, is_broken):
-    """But by a GPU that an error broke, which takes nothing back: the error is what counts."""
-
-    def land(*_):
-        gpu.statuses |= {"cuMemHostUnregister": 700} if is_broken else {}
-        raise ConfigError("no path")
-
-    monkeypatch.setattr(ops, "land", land)
-    with pytest.raises(ConfigError, match="no path"):
-        CudaRuntime(compute_handle=COMPUTE).allocate_host(4096)
-    assert len(gpu.registered) == is_broken
-
-
 def test_tensors_of_the_wrong_device_are_refused(gpu):
     with pytest.raises(ConfigError, match="not on the device of the runtime"):
         Rig(CudaRuntime(compute_handle=COMPUTE), backend=NumpyBackend())
@@ -178,19 +166,16 @@ def test_each_ranks_host_memory_is_on_the_node_of_its_own_device(gpu, monkeypatc
         directory.mkdir(parents=True)
         (directory / "numa_node").write_text(f"{node}\n")
     nodes = {0: frozenset(os.sched_getaffinity(0)), 1: frozenset({10_000})}
-    pinned, bound, used = set(), [], []
+    pinned, used = set(), []
     import cupy
 
     monkeypatch.setattr(cupy.cuda.Device, "use", lambda device: used.append(device.id))
     monkeypatch.setattr(cuda, "node_of_pci_device", lambda bus_id: node_of_pci_device(bus_id, tmp_path))
     monkeypatch.setattr(placement, "numa_nodes", lambda: nodes)
-    monkeypatch.setattr(placement, "pages_by_node", lambda address: {})
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: pinned.add(frozenset(cpus)))
-    monkeypatch.setattr(ops, "host_alloc", lambda nbytes, numa_node: bound.append(numa_node) or host_alloc(nbytes))
     for device, node in enumerate((1, 1, 0, 0)):
         pinned.clear()
         runtime = CudaRuntime(device, compute_handle=COMPUTE)
         runtime.free_host(runtime.allocate_host(4096, shared=shared))
         assert pinned == {nodes[node]}, "its pages come from there"
     assert [*dict.fromkeys(used)] == [0, 1, 2, 3]
-    assert bound == ([] if shared else [1, 1, 0, 0]), "what can be bound is"

@@ -1,6 +1,6 @@
-"""A stand-in for the part of CuPy that this package and its GPU suite use, over the asynchronous fake driver.
+"""A stand-in for the part of CuPy that this package and its GPU suite use, over the fake driver.
 
-Memory is the fake GPU's: its addresses are no addresses of this process. A kernel is its NumPy twin.
+Who imports it has the fake driver in place of libcuda, too. A kernel is its NumPy twin.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from fake_driver import current as gpu
 
-from . import cuda, driver
+from fastdeploy_kvcache_v1.worker.ops import driver
+
+from . import cuda
+
+driver.address_of = gpu.address_of
+driver.driver.cache_clear()
 
 __version__ = "14.0.0"
 
@@ -24,8 +30,8 @@ class Memory:
     """One allocation, given back with the last array in it, without waiting for the device."""
 
     def __init__(self, nbytes: int) -> None:
-        self.ptr = driver.new_handle("cuMemAlloc", max(1, nbytes))
-        weakref.finalize(self, driver.release, "cuMemFree", self.ptr).atexit = False
+        self.ptr = gpu.call("cuMemAlloc", max(1, nbytes))
+        weakref.finalize(self, gpu.answer, "cuMemFree", self.ptr).atexit = False
 
 
 class Pointer:
@@ -68,7 +74,7 @@ class ndarray:
         return ndarray((*self.shape[:-1], int(self.shape[-1] * ratio)), dtype, self._at(0))
 
     def fill(self, value: Any) -> None:
-        driver.launch(cuda.get_current_stream().ptr, lambda: self.of_kernel().fill(value))
+        gpu.launch(cuda.get_current_stream().ptr, lambda: self.of_kernel().fill(value))
 
     def set(self, array: np.ndarray) -> None:
         """From pageable memory, on the current stream."""
@@ -76,7 +82,7 @@ class ndarray:
         assert source.shape == self.shape
         if source.nbytes:
             stream = cuda.get_current_stream().ptr
-            driver.call("cuMemcpyAsync", self.data.ptr, source.ctypes.data, source.nbytes, stream)
+            gpu.call("cuMemcpyAsync", self.data.ptr, source.ctypes.data, source.nbytes, stream)
 
     def get(self) -> np.ndarray:
         """After the current stream; other streams are not waited for."""
@@ -87,7 +93,7 @@ class ndarray:
         """The bytes themselves, for a kernel that runs."""
         if self.size == 0:
             return np.empty(self.shape, self.dtype)
-        address = driver.resolve(self.data.ptr, self.nbytes)
+        address = gpu.on_device(self.data.ptr, self.nbytes)
         memory = (ctypes.c_uint8 * self.nbytes).from_address(address)
         return np.frombuffer(memoryview(memory), dtype=self.dtype).reshape(self.shape)
 
@@ -122,7 +128,7 @@ def asnumpy(array: ndarray) -> np.ndarray:
 def matmul(a: ndarray, b: ndarray, out: ndarray) -> None:
     """Takes its turn and computes nothing."""
     assert (a.shape[1], out.shape) == (b.shape[0], (a.shape[0], b.shape[1]))
-    driver.launch(cuda.get_current_stream().ptr, lambda: None)
+    gpu.launch(cuda.get_current_stream().ptr, lambda: None)
 
 
 class RawKernel:
@@ -139,7 +145,7 @@ class RawKernel:
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]) -> None:
         assert math.prod(block) <= 1024, "a block has 1,024 threads at most"
-        driver.launch(cuda.get_current_stream().ptr, lambda: self._body(*map(_seen_by_kernel, args)), pieces=2)
+        gpu.launch(cuda.get_current_stream().ptr, lambda: self._body(*map(_seen_by_kernel, args)), pieces=2)
 
 
 def _seen_by_kernel(argument: Any) -> Any:

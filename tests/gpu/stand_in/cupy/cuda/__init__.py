@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the fake driver under CuPy's names."""
+"""Streams and events of the fake driver under CuPy's names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import ctypes
 import weakref
 from typing import Any
 
-from .. import driver
+from fake_driver import current as gpu
+
 from . import runtime
 
-__all__ = ["Device", "Event", "ExternalStream", "Stream", "get_current_stream", "get_elapsed_time", "runtime"]
+__all__ = ["Device", "Event", "ExternalStream", "Stream", "alloc_pinned_memory", "get_current_stream", "runtime"]
 
 _current: list[Any] = []
 
@@ -26,10 +27,10 @@ class _AnyStream:
 
     @property
     def done(self) -> bool:
-        return driver.status_of("cuStreamQuery", self.ptr) == 0
+        return gpu.answer("cuStreamQuery", self.ptr)[0] == 0
 
     def synchronize(self) -> None:
-        driver.call("cuStreamSynchronize", self.ptr)
+        gpu.call("cuStreamSynchronize", self.ptr)
 
     def record(self, event: Event | None = None) -> Event:
         made = Event() if event is None else event
@@ -37,14 +38,12 @@ class _AnyStream:
         return made
 
     def wait_event(self, event: Event) -> None:
-        driver.call("cuStreamWaitEvent", self.ptr, event.ptr, ctypes.c_uint(0))
+        gpu.call("cuStreamWaitEvent", self.ptr, event.ptr, 0)
 
 
 class Stream(_AnyStream):
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
-        self.ptr = 0 if null else driver.new_handle("cuStreamCreate", ctypes.c_uint(int(non_blocking)))
-        if not null:
-            weakref.finalize(self, driver.release, "cuStreamDestroy", self.ptr).atexit = False
+        self.ptr = 0 if null else gpu.call("cuStreamCreate", int(non_blocking))
 
     @staticmethod
     def from_external(stream: Any) -> ExternalStream:
@@ -68,24 +67,35 @@ def get_current_stream() -> Any:
 
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self.ptr = driver.new_handle("cuEventCreate", ctypes.c_uint(2 if disable_timing else 0))
-        weakref.finalize(self, driver.release, "cuEventDestroy", self.ptr).atexit = False
+        self.ptr = gpu.call("cuEventCreate", 2 if disable_timing else 0)
 
     def record(self, stream: Any = None) -> None:
-        driver.call("cuEventRecord", self.ptr, (get_current_stream() if stream is None else stream).ptr)
+        gpu.call("cuEventRecord", self.ptr, (get_current_stream() if stream is None else stream).ptr)
 
     @property
     def done(self) -> bool:
         return runtime.eventQuery(self.ptr) == 0
 
     def synchronize(self) -> None:
-        driver.call("cuEventSynchronize", self.ptr)
+        gpu.call("cuEventSynchronize", self.ptr)
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:
-    found = ctypes.c_float()
-    driver.call("cuEventElapsedTime", ctypes.byref(found), start.ptr, end.ptr)
-    return found.value
+    return gpu.call("cuEventElapsedTime", start.ptr, end.ptr)
+
+
+class _Pinned:
+    """Page-locked memory, given back with the last reference to it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = (ctypes.c_uint8 * nbytes)()
+        self.ptr = ctypes.addressof(self._bytes)
+        runtime.hostRegister(self.ptr, nbytes, 0)
+        weakref.finalize(self, gpu.answer, "cuMemHostUnregister", self.ptr).atexit = False
+
+
+def alloc_pinned_memory(size: int) -> _Pinned:
+    return _Pinned(size)
 
 
 class Device:

@@ -1,0 +1,102 @@
+"""Copies between two tiers: what every kind of device offers the worker, and the kind for a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import CacheStateError
+from ...metadata import CopyPath
+from .rows import BlockRows, CopyRuns, LayerRows
+
+CHOICE = "FASTDEPLOY_KVCACHE_OPS"
+"""Environment variable: `numpy` leaves the C copies of a CPU alone, `paddle` copies by Paddle's operators."""
+
+LIBRARY = Path(__file__).with_name("_copy_rows.so")
+
+ROW = np.dtype([("target", "u8"), ("source", "u8"), ("target_pitch", "i8"), ("source_pitch", "i8"), ("bytes", "i8")])
+"""As in `custom_ops/copy_rows.c`."""
+
+
+class Copies(ABC):
+    """The copies between a device tier and a host tier, whose rows stay where they are.
+
+    Runs are `plan_runs`' for these tiers. A call is work of `stream`: it is submitted there, and enqueues or copies.
+    The copies of one direction are all submitted to one stream.
+    """
+
+    @abstractmethod
+    def layer(self, stream: Any, layer: int, runs: CopyRuns, *, to_device: bool) -> None:
+        """Copy the blocks of `runs` of one layer, all roles."""
+
+    @abstractmethod
+    def all_layers(self, stream: Any, runs: CopyRuns, *, to_device: bool) -> None:
+        """As `layer`, for every layer."""
+
+    def close(self) -> None:  # noqa: B027  most have nothing
+        """Give up what it holds. Every copy has ended."""
+
+
+def require_fit(device: Sequence[LayerRows], host: Sequence[LayerRows]) -> None:
+    """Raises `CacheStateError` unless both tiers have the same layers with the same roles of the same sizes."""
+    sizes = [[layer.row_bytes for layer in side] for side in (device, host)]
+    if sizes[0] != sizes[1] or not device or not device[0]:
+        raise CacheStateError("copies need the same roles of the same size in every layer of both tiers")
+
+
+class CpuCopies(Copies):
+    """On the calling thread, done on return, without the interpreter lock: by C where it was built, else by NumPy."""
+
+    def __init__(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> None:
+        require_fit(device, host)
+        self._num_roles, self._library = len(device[0]), library()
+        pairs = [*zip(chain(*device), chain(*host), strict=True)]
+        self._pairs = {True: pairs, False: [(of, to) for to, of in pairs]}
+        self._rows = {way: np.array([_row(*pair) for pair in each], ROW) for way, each in self._pairs.items()}
+
+    def layer(self, stream: Any, layer: int, runs: CopyRuns, *, to_device: bool) -> None:
+        self._copy(layer * self._num_roles, (layer + 1) * self._num_roles, runs, to_device)
+
+    def all_layers(self, stream: Any, runs: CopyRuns, *, to_device: bool) -> None:
+        self._copy(0, len(self._pairs[to_device]), runs, to_device)
+
+    def _copy(self, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+        if self._library is not None:
+            rows = self._rows[to_device].ctypes.data + first * ROW.itemsize
+            self._library.copy_rows(rows, end - first, runs.table.ctypes.data, len(runs))
+            return
+        for target, source in self._pairs[to_device][first:end]:
+            for of, to, blocks in runs:
+                np.copyto(target.array[to : to + blocks], source.array[of : of + blocks])
+
+
+def _row(target: BlockRows, source: BlockRows) -> tuple[int, ...]:
+    return target.address, source.address, target.pitch, source.pitch, target.row_bytes
+
+
+@cache
+def library() -> Any:
+    """The C copies; None where they were not built or are not wanted."""
+    if os.environ.get(CHOICE) == "numpy" or not LIBRARY.exists():
+        return None
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+    except OSError:  # built for another machine
+        return None
+    found.copy_rows.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    found.copy_rows.restype = None
+    return found
+
+
+def cpu_paths() -> tuple[CopyPath, ...]:
+    """How copies go on a CPU, for the metrics: by `c` or by `numpy`."""
+    way = "numpy" if library() is None else "c"
+    return CopyPath("in", way), CopyPath("out", way)

@@ -1,0 +1,107 @@
+"""The CUDA driver by ctypes: what CuPy has not, and what must not give the interpreter lock away.
+
+Beside a busy Python thread, a call that gives the lock away gets it back after milliseconds. What is called for every
+layer of a step keeps it instead (`keeps_lock`): such a call enqueues and returns in microseconds, as long as the
+stream's queue has room (`runtime/cuda.py` sees to that).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cache
+from typing import Any, Protocol
+
+from ...errors import ConfigError, TransferError
+
+VERSION = 12080
+"""Of the interface that is asked for: cuMemcpyBatchAsync got another signature under the same name later."""
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuDriverGetVersion": [POINTER(c_int)],
+    "cuModuleLoadData": [POINTER(c_void_p), c_char_p],
+    "cuModuleUnload": [c_void_p],
+    "cuModuleGetFunction": [POINTER(c_void_p), c_void_p, c_char_p],
+    "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), c_void_p],
+    "cuMemHostGetDevicePointer": [POINTER(c_uint64), c_void_p, c_uint],
+    "cuMemcpyHtoDAsync": [c_uint64, c_void_p, c_size_t, c_void_p],
+    "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, c_void_p],
+    "cuMemcpy2DAsync": [c_void_p, c_void_p],
+    "cuMemcpyBatchAsync": [*[c_void_p] * 3, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p],
+    "cuEventRecord": [c_void_p, c_void_p],
+    "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
+    "cuMemGetAddressRange": [POINTER(c_uint64), POINTER(c_size_t), c_uint64],
+    "cuIpcGetMemHandle": [c_void_p, c_uint64],
+    "cuIpcCloseMemHandle": [c_uint64],
+    "cuPointerGetAttribute": [c_void_p, c_int, c_uint64],
+    "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceGetCount": [POINTER(c_int)],
+    "cuDeviceGetUuid": [c_void_p, c_int],
+    "cuDeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
+}
+"""As `cuda.h` has them; each returns a CUresult. cuIpcOpenMemHandle takes a struct by value, see `peer_memory.py`."""
+
+
+def address_of(name: str) -> int:
+    """Where the installed driver has the function `name`; 0 where it lacks it. Raises `ConfigError`: no driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        ask = library.cuGetProcAddress_v2 if hasattr(library, "cuGetProcAddress_v2") else library.cuGetProcAddress
+    except (OSError, AttributeError) as error:
+        raise ConfigError(f"there is no CUDA driver of version 11.3 or later: {error}") from None
+    found, status = c_void_p(), c_int()
+    more = (ctypes.byref(status),) if ask.__name__.endswith("_v2") else ()
+    ask(name.encode(), ctypes.byref(found), VERSION, c_uint64(0), *more)
+    return found.value or 0
+
+
+class DriverStream(Protocol):
+    """What enqueues on a raw CUDA stream."""
+
+    handle: int
+
+    def call(self, name: str, *arguments: object) -> None:
+        """A call of the driver that enqueues there. Raises `TransferError`."""
+
+    def record_event(self) -> DriverEvent: ...
+
+
+class DriverEvent(Protocol):
+    def done(self) -> bool: ...
+
+
+class Driver:
+    """Thread-safe. A call raises `TransferError` for a CUresult other than success, `ConfigError` for a function that
+    this driver lacks. All but questions about devices need a context that is current on the calling thread.
+    """
+
+    def __init__(self, find: Callable[[str], int]) -> None:
+        self._find = find
+        self._functions: dict[tuple[str, bool], Any] = {}
+
+    def has(self, name: str) -> bool:
+        return bool(self._find(name))
+
+    def call(self, name: str, *arguments: object, keeps_lock: bool = False) -> None:
+        code = self.function(name, keeps_lock=keeps_lock)(*arguments)
+        if code:
+            raise TransferError(f"{name}: CUDA error {code}")
+
+    def function(self, name: str, *, keeps_lock: bool = False, types: list[Any] | None = None) -> Any:
+        """`name` itself, which returns a CUresult. `types` of its arguments, where the table has none."""
+        known = self._functions.get((name, keeps_lock))
+        if known is None:
+            address = self._find(name)
+            if not address:
+                raise ConfigError(f"this CUDA driver has no {name}: install a newer one")
+            make = ctypes.PYFUNCTYPE if keeps_lock else ctypes.CFUNCTYPE
+            known = make(c_int, *(_SIGNATURES[name] if types is None else types))(address)
+            self._functions[name, keeps_lock] = known
+        return known
+
+
+@cache
+def driver() -> Driver:
+    """Of this process."""
+    return Driver(lambda name: address_of(name))

@@ -1,0 +1,582 @@
+"""A CUDA driver in Python: what `libcuda.so.1` exports, with C's calling convention, over a GPU of memory files.
+
+It keeps what callers rely on, and no more: streams are FIFOs that only move when somebody asks for progress, in an
+order that a seed decides; a stream that waits for an event stands still until then; a copy or a kernel goes piece by
+piece, so that others get between; addresses of the device and of page-locked memory as kernels know it are no addresses
+of this process; what is against the rules is remembered in `faults` and breaks the context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import random
+import struct
+import traceback
+from collections import deque
+from collections.abc import Callable
+from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+OUT_OF_MEMORY, INVALID, NOT_READY, ILLEGAL, LAUNCH_FAILED = 2, 1, 600, 700, 719
+COMPUTE = 1
+"""Raw handle of the stream that plays Paddle's."""
+
+ON_DEVICE, SEEN_BY_KERNELS = 1 << 48, 1 << 47
+"""What is added to where the bytes really are: to a device's address, and to the device's address of host memory."""
+
+DEPTH = 1024
+"""Entries of a stream; who submits one more waits."""
+
+UUID = b"\x01" * 16
+
+
+class Refused(Exception):
+    """A call answers `status`."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
+class CUDARuntimeError(RuntimeError):
+    """CuPy's."""
+
+    def __init__(self, status: int, call: str) -> None:
+        super().__init__(f"cudaError{status}: {call}")
+        self.status = status
+
+
+class Arguments(ctypes.Structure):
+    """Of `copy_cache_rows`, as the kernel's source has them."""
+
+    _fields_ = [("rows", c_uint64), ("runs", c_uint64)] + [
+        (name, ctypes.c_int32) for name in ("first_row", "end_row", "num_runs", "num_blocks", "to_device")
+    ]
+
+
+ROW = np.dtype([*((n, "u8") for n in ("device", "host")), ("dp", "i8"), ("hp", "i8"), ("bytes", "i4"), ("unit", "i4")])
+COPY_2D = struct.Struct("QQi4xQQQQQQi4xQQQQQQ")
+"""CUDA_MEMCPY2D."""
+
+P, Z, N, U = c_uint64, c_size_t, c_int, c_uint
+CALLS: dict[str, tuple[list[Any], list[Any]]] = {
+    "cuDriverGetVersion": ([N], []),
+    "cuModuleLoadData": ([P], [c_char_p]),
+    "cuModuleUnload": ([], [P]),
+    "cuModuleGetFunction": ([P], [P, c_char_p]),
+    "cuLaunchKernel": ([], [P, *[U] * 7, P, P, P]),
+    "cuMemAlloc": ([P], [Z]),
+    "cuMemFree": ([], [P]),
+    "cuMemHostGetDevicePointer": ([P], [P, U]),
+    "cuMemcpyHtoDAsync": ([], [P, P, Z, P]),
+    "cuMemcpyAsync": ([], [P, P, Z, P]),
+    "cuMemcpy2DAsync": ([], [P, P]),
+    "cuMemcpyBatchAsync": ([], [P, P, P, Z, P, P, Z, P, P]),
+    "cuEventRecord": ([], [P, P]),
+    "cuStreamWaitEvent": ([], [P, P, U]),
+    "cuMemGetAddressRange": ([P, Z], [P]),
+    "cuIpcGetMemHandle": ([ctypes.c_char * 64], [P]),
+    "cuIpcOpenMemHandle": ([P], [ctypes.c_char * 64, U]),
+    "cuIpcCloseMemHandle": ([], [P]),
+    "cuPointerGetAttribute": ([N], [N, P]),
+    "cuDeviceGet": ([N], [N]),
+    "cuDeviceGetCount": ([N], []),
+    "cuDeviceGetUuid": ([ctypes.c_char * 16], [N]),
+    "cuDeviceCanAccessPeer": ([N], [N, N]),
+}
+"""What is written through pointers, which come first, and what is given, as `cuda.h` has them. The stand-in of CuPy
+calls the methods of these names itself.
+"""
+
+
+class _ByValue(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 64)]
+
+
+@dataclass
+class _Stream:
+    is_blocking: bool
+    queue: deque[Callable[[], bool]] = field(default_factory=deque)
+    """Each goes one step and says whether it is done."""
+    submitted: int = 0
+    ended: int = 0
+
+
+@dataclass
+class _Event:
+    is_timed: bool
+    recorded: int = 0
+    ended: int = 0
+    time: float = 0.0
+
+
+@dataclass
+class _Memory:
+    """Of the device, in a file that other processes can map."""
+
+    file: int
+    bytes: mmap.mmap
+    address: int
+
+
+class FakeGpu:
+    """`log` holds what was asked for, in order. `statuses`: what a call answers instead of what it does, by name.
+    `copy_ns(way, pieces, bytes_of_a_piece)`: how long a copy takes.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.log: list[tuple[Any, ...]] = []
+        self.faults: list[str] = []
+        self.statuses: dict[str, int] = {}
+        self.missing: set[str] = set()
+        """Functions that this driver lacks."""
+        self.now = 0.0
+        self.copy_ns: Callable[[str, int, int], float] = lambda way, pieces, width: 1e6
+        self.progress_on_query = True
+        self.other_gpu: tuple[bytes, int] | None = None
+        """Another one that this process sees, and whether it reaches it."""
+        self.free_bytes = 1 << 28
+        self.compute_mode = 0
+        """3: one process at a time."""
+        self.registered: dict[int, int] = {}
+        self.broken = 0
+        """The error that broke the context."""
+        self._streams = {0: _Stream(True), COMPUTE: _Stream(True)}
+        self._events: dict[int, _Event] = {}
+        self._memory: dict[int, _Memory] = {}
+        self._private: set[int] = set()
+        """Memory that no other process can map."""
+        self._adopted: dict[int, Any] = {}
+        self._mapped: dict[int, _Memory] = {}
+        self._handles = itertools.count(0x7700)
+        self._is_running = False
+        self._functions = {name: self._exported(name) for name in CALLS}
+
+    # ---- as C calls it
+
+    def address_of(self, name: str) -> int:
+        if name in self.missing or name not in self._functions:
+            return 0
+        return ctypes.cast(self._functions[name], ctypes.c_void_p).value or 0
+
+    def _exported(self, name: str) -> Any:
+        outs, ins = CALLS[name]
+        by_value = [_ByValue if issubclass(each, ctypes.Array) else each for each in ins]
+
+        def call(*arguments: Any) -> int:
+            given = [each.bytes if isinstance(each, _ByValue) else each for each in arguments[len(outs) :]]
+            status, found = self.answer(name, *given)
+            for kind, pointer, value in zip(outs, arguments, found, strict=False):
+                kind.from_address(pointer).value = value
+            return status
+
+        return ctypes.CFUNCTYPE(c_int, *[P] * len(outs), *by_value)(call)
+
+    def answer(self, name: str, *arguments: Any) -> tuple[int, tuple[Any, ...]]:
+        """Status, and what is written through pointers."""
+        status = self.statuses.get(name, self.broken)
+        if status:
+            return status, ()
+        try:
+            made = getattr(self, name)(*arguments)
+        except Refused as refused:
+            return refused.status, ()
+        except Exception:  # the edge to C
+            self.fault(LAUNCH_FAILED, traceback.format_exc())
+            return LAUNCH_FAILED, ()
+        return 0, made if isinstance(made, tuple) else (made,)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """As CuPy's runtime. Raises `CUDARuntimeError`."""
+        status, found = self.answer(name, *arguments)
+        if status:
+            raise CUDARuntimeError(status, name)
+        return found[0]
+
+    def fault(self, status: int, what: str) -> None:
+        self.faults.append(what)
+        self.broken = self.broken or status
+
+    # ---- what time does
+
+    def tick(self) -> bool:
+        """A step of some stream. False where none can go on."""
+        assert not self._is_running, "a kernel asks for progress"
+        handles = [handle for handle, stream in self._streams.items() if stream.queue]
+        self.random.shuffle(handles)
+        for handle in handles:
+            stream = self._streams[handle]
+            before = len(self.faults), self._steps
+            is_done = stream.queue[0]()
+            if is_done:
+                stream.queue.popleft()
+                stream.ended += 1
+            if is_done or before != (len(self.faults), self._steps):
+                return True
+        return False
+
+    _steps = 0
+
+    def run_all(self) -> None:
+        while self.tick():
+            pass
+        assert not any(stream.queue for stream in self._streams.values()), "streams wait for each other for ever"
+
+    def push(self, handle: int, step: Callable[[], bool]) -> None:
+        """The legacy stream waits for all blocking streams, and they for it."""
+        stream = self._streams[handle]
+        others = [each for each in self._streams.values() if each.is_blocking and each is not stream]
+        awaited = others if handle == 0 else [self._streams[0]] if stream.is_blocking else []
+        points = [(each, each.submitted) for each in awaited]
+        if any(each.ended < point for each, point in points):
+            stream.queue.append(lambda: all(each.ended >= point for each, point in points))
+            stream.submitted += 1
+        while len(stream.queue) >= DEPTH:
+            assert self.tick(), "a full stream stands still"
+        stream.queue.append(step)
+        stream.submitted += 1
+
+    def launch(self, handle: int, body: Callable[[], Any], pieces: int = 1) -> None:
+        """A kernel: `body` is run in the last of so many steps."""
+        left = itertools.chain(range(pieces - 1, 0, -1), itertools.repeat(0))
+
+        def step() -> bool:
+            self._steps += 1
+            self.now += 1e3
+            if next(left):
+                return False
+            self._is_running = True
+            try:
+                body()
+            except Refused as refused:
+                self.fault(refused.status, "a kernel: an illegal address")
+            except Exception:
+                self.fault(LAUNCH_FAILED, traceback.format_exc())
+            finally:
+                self._is_running = False
+            return True
+
+        self.push(handle, step)
+
+    def _work(self, handle: int, nanoseconds: float, parts: list[Callable[[], None]]) -> None:
+        """Parts in any order, one in each step."""
+        self.random.shuffle(parts)
+
+        def step() -> bool:
+            self._steps += 1
+            if not self.broken:
+                self.now += nanoseconds / max(1, len(parts))
+                if parts:
+                    parts.pop()()
+            return not parts or bool(self.broken)
+
+        self.push(handle, step)
+
+    # ---- memory
+
+    def adopt(self, array: Any) -> int:
+        """The bytes of a NumPy array are the device's from now on; their address there."""
+        self._adopted[array.ctypes.data] = array
+        return int(array.ctypes.data) + ON_DEVICE
+
+    def on_device(self, address: int, nbytes: int) -> int:
+        """Where the bytes of a device address are. Raises `Refused`."""
+        real = address - ON_DEVICE
+        known = [(at, len(each.bytes)) for at, each in [*self._memory.items(), *self._mapped.items()]]
+        for start, size in itertools.chain(known, ((at, each.nbytes) for at, each in self._adopted.items())):
+            if start <= real and real + nbytes <= start + size:
+                return real
+        raise Refused(ILLEGAL)
+
+    def for_kernel(self, address: int, nbytes: int) -> int:
+        """As kernels see it: the device's memory, and page-locked memory by its other address."""
+        if address < SEEN_BY_KERNELS:
+            raise Refused(ILLEGAL)
+        if address >= ON_DEVICE:
+            return self.on_device(address, nbytes)
+        return self._locked(address - SEEN_BY_KERNELS, nbytes)
+
+    def for_copy(self, address: int, nbytes: int) -> int:
+        return self.on_device(address, nbytes) if address >= ON_DEVICE else address
+
+    def _locked(self, address: int, nbytes: int) -> int:
+        if any(start <= address and address + nbytes <= start + size for start, size in self.registered.items()):
+            return address
+        raise Refused(ILLEGAL)
+
+    def is_locked(self, address: int, nbytes: int) -> bool:
+        try:
+            return bool(self._locked(address, nbytes))
+        except Refused:
+            return False
+
+    def cuMemAlloc(self, nbytes: int) -> int:
+        file = os.memfd_create("fake-gpu")
+        os.truncate(file, max(1, nbytes))
+        return self._map(file, self._memory) + ON_DEVICE
+
+    def cuMemAllocAsync(self, nbytes: int) -> int:
+        address = self.cuMemAlloc(nbytes)
+        self._private.add(address - ON_DEVICE)
+        return address
+
+    def _map(self, file: int, into: dict[int, _Memory]) -> int:
+        mapped = mmap.mmap(file, os.fstat(file).st_size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        into[address] = _Memory(file, mapped, address)
+        return address
+
+    def cuMemFree(self, address: int) -> None:
+        """Nobody waits for the device; its pages stay, so that a late copy is a fault and no crash."""
+        freed = self._memory.pop(address - ON_DEVICE, None)
+        if freed is None:
+            raise Refused(INVALID)
+        os.close(freed.file)
+
+    def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
+        if self.is_locked(address, 1):
+            raise Refused(712)
+        self.registered[address] = nbytes
+
+    def cuMemHostUnregister(self, address: int) -> None:
+        if self.registered.pop(address, None) is None:
+            raise Refused(713)
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> int:
+        if not self.is_locked(address, 1):
+            raise Refused(INVALID)
+        return address + SEEN_BY_KERNELS
+
+    # ---- copies
+
+    def _row(self, to: int, of: int, nbytes: int) -> Callable[[], None]:
+        """One row of a copy, as it was when it was submitted: a page that was locked then has to be when it runs. The
+        source of what is not locked is read at once.
+        """
+        locked = [each for each in (to, of) if each < ON_DEVICE and self.is_locked(each, nbytes)]
+        staged = ctypes.string_at(of, nbytes) if of < ON_DEVICE and of not in locked else None
+
+        def run() -> None:
+            try:
+                places = [self.for_copy(each, nbytes) for each in (to, of)]
+                for each in locked:
+                    self._locked(each, nbytes)
+            except Refused:
+                self.fault(ILLEGAL, f"a copy of {nbytes} bytes ran after its memory was given back")
+                return
+            ctypes.memmove(places[0], places[1] if staged is None else staged, nbytes)
+
+        return run
+
+    def cuMemcpyAsync(self, to: int, of: int, nbytes: int, stream: int) -> None:
+        self.log.append(("copy", stream, to, of, nbytes))
+        half = nbytes // 2  # in two pieces, so that somebody may see half of it
+        parts = [self._row(to, of, half), self._row(to + half, of + half, nbytes - half)]
+        self._work(stream, self.copy_ns("runs", 1, nbytes), parts)
+
+    cuMemcpyHtoDAsync = cuMemcpyAsync
+
+    def cuMemcpy2DAsync(self, pointer: int, stream: int) -> None:
+        fields = COPY_2D.unpack(ctypes.string_at(pointer, COPY_2D.size))
+        (_, _, source_type, _, of, _, of_pitch), (_, _, target_type, _, to, _, to_pitch) = fields[:7], fields[7:14]
+        width, height = fields[14:]
+        assert (source_type, target_type) == (4, 4), "unified addresses"
+        if not width <= min(of_pitch, to_pitch) <= max(of_pitch, to_pitch) < 1 << 31:
+            raise Refused(INVALID)
+        self.log.append(("copy 2D", stream, to, to_pitch, of, of_pitch, width, height))
+        rows = [self._row(to + row * to_pitch, of + row * of_pitch, width) for row in range(height)]
+        self._work(stream, self.copy_ns("runs", height, width), rows)
+
+    def cuMemcpyBatchAsync(
+        self, to: int, of: int, sizes: int, count: int, attributes: int, starts: int, num: int, failed: int, stream: int
+    ) -> None:
+        targets, sources, lengths = ((c_uint64 * count).from_address(each) for each in (to, of, sizes))
+        if not count or not num or stream == 0 or c_uint.from_address(attributes).value != 1:
+            raise Refused(INVALID)
+        assert c_size_t.from_address(starts).value == 0
+        self.log.append(("batch", stream, count))
+        rows = [self._row(*each) for each in zip(targets, sources, lengths, strict=True)]
+        self._work(stream, self.copy_ns("batch", count, max(lengths)), rows)
+
+    # ---- the kernel
+
+    def cuModuleLoadData(self, image: bytes) -> int:
+        assert b".entry copy_cache_rows(" in image
+        assert b".target sm_80" in image
+        return next(self._handles)
+
+    def cuModuleUnload(self, module: int) -> None:
+        """Nothing is kept of it."""
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> int:
+        assert name == b"copy_cache_rows"
+        return next(self._handles)
+
+    def cuLaunchKernel(self, function: int, *shape_stream_and_parameters: int) -> None:
+        _, _, _, threads, _, _, shared, stream, parameters, extra = shape_stream_and_parameters
+        assert (threads % 32, shared, extra or 0) == (0, 0, 0)
+        arguments = Arguments.from_buffer_copy(
+            ctypes.string_at(c_uint64.from_address(parameters).value, ctypes.sizeof(Arguments))
+        )
+        self.log.append(("kernel", stream, arguments.first_row, arguments.end_row, arguments.num_blocks))
+        ends = [*range(arguments.first_row, arguments.end_row)]
+        nanoseconds = self.copy_ns("kernel", arguments.num_blocks * len(ends), 0)
+        self._work(stream, nanoseconds, [lambda row=row: self._kernel_row(arguments, row) for row in ends])
+
+    def _kernel_row(self, arguments: Arguments, number: int) -> None:
+        """All blocks of one row; what it reads of its tables, it reads now."""
+        try:
+            at = self.for_kernel(arguments.rows + number * ROW.itemsize, ROW.itemsize)
+            row = np.frombuffer(ctypes.string_at(at, ROW.itemsize), ROW)[0]
+            at = self.for_kernel(arguments.runs, 12 * arguments.num_runs)
+            runs = np.frombuffer(ctypes.string_at(at, 12 * arguments.num_runs), np.int32).reshape(-1, 3).astype(int)
+            counts = np.diff([*runs[:, 2].tolist(), arguments.num_blocks])
+            if any(int(row[name]) % int(row["unit"]) for name in ("device", "host", "dp", "hp", "bytes")):
+                raise Refused(716)
+            sides = {"device": int(row["dp"]), "host": int(row["hp"])}
+            names = ("device", "host") if arguments.to_device else ("host", "device")
+            for (source, target, _), blocks in zip(runs.tolist(), counts.tolist(), strict=True):
+                to, of = (
+                    self._rows_of(int(row[name]) + slot * sides[name], blocks, int(row["bytes"]), sides[name])
+                    for name, slot in zip(names, (target, source), strict=True)
+                )
+                to[:] = of
+        except Refused as refused:
+            self.fault(refused.status, f"the kernel: CUDA error {refused.status} at row {number}")
+
+    def _rows_of(self, address: int, blocks: int, nbytes: int, pitch: int) -> Any:
+        span = (blocks - 1) * pitch + nbytes
+        place = self.for_kernel(address, span)
+        flat = np.frombuffer((ctypes.c_uint8 * span).from_address(place), np.uint8)
+        return np.lib.stride_tricks.as_strided(flat, (blocks, nbytes), (pitch, 1))
+
+    # ---- streams and events
+
+    def cuStreamCreate(self, flags: int) -> int:
+        handle = next(self._handles)
+        self._streams[handle] = _Stream(flags == 0)
+        self.log.append(("stream", handle, "non-blocking" if flags else "blocking"))
+        return handle
+
+    def cuStreamDestroy(self, handle: int) -> None:
+        """What was submitted still runs."""
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
+        self.log.append(("wait", stream, event))
+        awaited, point = self._events[event], self._events[event].recorded
+        self.push(stream, lambda: awaited.ended >= point)
+
+    def cuStreamQuery(self, stream: int) -> None:
+        self._let_pass()
+        if self._streams[stream].queue:
+            raise Refused(NOT_READY)
+
+    def cuStreamSynchronize(self, stream: int) -> None:
+        while self._streams[stream].queue and not self.broken:
+            assert self.tick(), "streams wait for each other for ever"
+        if self.broken:
+            raise Refused(self.broken)
+
+    def cuEventCreate(self, flags: int) -> int:
+        handle = next(self._handles)
+        self._events[handle] = _Event(flags & 2 == 0)
+        return handle
+
+    def cuEventDestroy(self, handle: int) -> None:
+        """Streams that wait for it still do."""
+
+    def cuEventRecord(self, event: int, stream: int) -> None:
+        made = self._events[event]
+        self.log.append(("record", stream, event, "timed" if made.is_timed else "untimed"))
+        made.recorded += 1
+        point = made.recorded
+
+        def step() -> bool:
+            made.ended, made.time = max(made.ended, point), self.now
+            return True
+
+        self.push(stream, step)
+
+    def cuEventQuery(self, event: int) -> None:
+        self._let_pass()
+        if self.broken:
+            raise Refused(self.broken)
+        if self._events[event].ended < self._events[event].recorded:
+            raise Refused(NOT_READY)
+
+    def cuEventSynchronize(self, event: int) -> None:
+        while self._events[event].ended < self._events[event].recorded and not self.broken:
+            assert self.tick(), "streams wait for each other for ever"
+        if self.broken:
+            raise Refused(self.broken)
+
+    def cuEventElapsedTime(self, start: int, end: int) -> float:
+        assert self._events[start].is_timed
+        assert self._events[end].is_timed
+        return (self._events[end].time - self._events[start].time) / 1e6
+
+    def _let_pass(self) -> None:
+        for _ in range(self.random.randrange(4) if self.progress_on_query else 0):
+            self.tick()
+
+    # ---- GPUs and other processes
+
+    def cuDriverGetVersion(self) -> int:
+        return 12080
+
+    def cuDeviceGet(self, ordinal: int) -> int:
+        return 100 + ordinal
+
+    def cuDeviceGetCount(self) -> int:
+        return 1 if self.other_gpu is None else 2
+
+    def cuDeviceGetUuid(self, gpu: int) -> bytes:
+        return UUID if gpu == 100 or self.other_gpu is None else self.other_gpu[0]
+
+    def cuDeviceCanAccessPeer(self, own: int, other: int) -> int:
+        assert self.other_gpu is not None
+        return self.other_gpu[1]
+
+    def cuPointerGetAttribute(self, attribute: int, address: int) -> int:
+        assert attribute == 9, "the GPU's number"
+        self.on_device(address, 1)
+        return 0
+
+    def _allocation(self, address: int) -> _Memory:
+        for start, memory in self._memory.items():
+            if start <= address - ON_DEVICE < start + len(memory.bytes) and start not in self._private:
+                return memory
+        raise Refused(INVALID)
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
+        memory = self._allocation(address)
+        return memory.address + ON_DEVICE, len(memory.bytes)
+
+    def cuIpcGetMemHandle(self, address: int) -> bytes:
+        return struct.pack("64s", f"/proc/{os.getpid()}/fd/{self._allocation(address).file}".encode())
+
+    def cuIpcOpenMemHandle(self, handle: bytes, flags: int) -> int:
+        assert flags == 1, "peer access"
+        try:
+            file = os.open(handle.rstrip(b"\0").decode(), os.O_RDWR)
+        except OSError:
+            raise Refused(INVALID) from None
+        return self._map(file, self._mapped) + ON_DEVICE
+
+    def cuIpcCloseMemHandle(self, address: int) -> None:
+        os.close(self._mapped.pop(address - ON_DEVICE).file)
+
+    @property
+    def num_mapped(self) -> int:
+        return len(self._mapped)
+
+
+current = FakeGpu(int(os.environ.get("FAKE_GPU_SEED", "0")))
+"""The one that `cupy` stands over."""
