@@ -105,8 +105,9 @@ void copy_on_gpu(Plan plan, cudaStream_t stream) {
                            static_cast<int32_t>(plan.runs.size()),
                            plan.num_blocks,
                            plan.to_device};
-  copy_cache_rows<<<kvcache::kGroups, kvcache::kThreads, 0, stream>>>(copy);
-  check(cudaGetLastError());
+  void* arguments[] = {const_cast<kvcache::Copy*>(&copy)};
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(copy_cache_rows), dim3(kvcache::kGroups),
+                         dim3(kvcache::kThreads), arguments, 0, stream));
   check(cudaFreeAsync(table, stream));
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, paddle_ops, plan_runs, tensor_rows
 from tests.worker.ops.copies import Memory
+from tests.worker.ops.native import build, compiler, run_python
 
 paddle = pytest.importorskip("paddle")
 
@@ -205,3 +208,18 @@ def test_on_a_gpu_the_operator_runs_on_the_stream_that_is_given(monkeypatch):
     paddle_ops.PaddleCopies(device, host).all_layers(SimpleNamespace(handle=0x5500), runs, to_device=True)
     assert seen == [("swap_cache_per_layer_async", (0x5500, "gpu 3"), 4096, 4, [1, 3], [0, 2], 0, TO_DEVICE)]
     assert current == []
+
+
+@pytest.mark.process
+def test_on_a_gpu_the_kernel_copies_on_the_tensors_stream(tmp_path):
+    """FAKE CUDA runtime, whose streams stand still until somebody waits: what is enqueued in which order, tables that
+    are read after the call, memory that a kernel knows by another address."""
+    fake = Path(__file__).with_name("fake_cuda")
+    compiler()
+    root, library = build.paddle_root(), tmp_path / "ops.so"
+    command = [*build.paddle_compiler(root, with_gpu=False), "-I", str(fake)]
+    command += ["-O0", str(fake / "paddle_ops_test.cc"), "-o", str(library), *build.paddle_libraries(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    done = run_python(f"from tests.worker.ops.fake_cuda import checks; checks.main({str(library)!r})")
+    assert done.stdout.endswith("every byte is right\n"), done.stderr
