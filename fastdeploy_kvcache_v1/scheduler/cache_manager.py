@@ -19,7 +19,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from ..config import KVCacheConfig
-from ..errors import CacheStateError, ConfigError
+from ..errors import BlockPoolError, CacheStateError, ConfigError
 from ..metadata import (
     Allocation,
     BlockHash,
@@ -38,8 +38,7 @@ from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import CacheStats, Counters
 from .event_log import EventLog
 from .invariants import expect
-from .lent_slots import LentSlots
-from .load_table import LoadTable
+from .loans import Loads, Stores
 from .lookahead import Lookahead
 from .policies.backup import BACKUP_POLICIES
 from .policies.doubles import Doubles
@@ -48,7 +47,6 @@ from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
 from .reuse.history import ReuseHistory
-from .store_table import StoreTable
 from .tiering import Tiering
 
 __all__ = ["CacheManager"]
@@ -86,9 +84,9 @@ class CacheManager:
         self._tiering = Tiering(backup, self._tree, self._residency, self._lookahead, self._counters)
         learner = self._history if self._residency.learns else None
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner)
-        self._lent = LentSlots()
-        self._loads = LoadTable(config, self._tree, self._tiering, self._counters)
-        self._stores = StoreTable(self._tree, self._residency, self._tiering)
+        self._lent: set[DeviceSlot] = set()
+        self._loads = Loads(config, self._tree, self._tiering, self._counters)
+        self._stores = Stores(self._tree, self._residency, self._tiering)
 
     # ---- the life of a request
 
@@ -183,13 +181,13 @@ class CacheManager:
         with self._lock:
             slots = self._tiering.allocate_device(count)
             if not isinstance(slots, NoSpace):
-                self._lent.lend(slots)
+                self._lent.update(slots)
             return slots
 
     def take_back(self, slots: Sequence[DeviceSlot]) -> None:
         """The caller owns `slots` no longer. Raises `BlockPoolError`, changing nothing, if one of them is not lent."""
         with self._lock:
-            self._lent.end(slots)
+            self._end_loan(slots)
             self._device_pool.free(slots)
 
     def adopt(self, request_id: str, slots: Sequence[DeviceSlot]) -> None:
@@ -200,8 +198,16 @@ class CacheManager:
             request = self._requests[request_id]
             if not request.admitted:
                 raise CacheStateError(f"request {request_id} has no block table yet: allocate first")
-            self._lent.end(slots)
+            self._end_loan(slots)
             request.adopt(slots, self.config.block_size)
+
+    def _end_loan(self, slots: Sequence[DeviceSlot]) -> None:
+        named = set(slots)
+        if wrong := named - self._lent:
+            raise BlockPoolError(f"slots {sorted(wrong)} are not lent: name slots that `lend` returned")
+        if len(named) != len(slots):
+            raise BlockPoolError(f"a lent slot was named twice: {sorted(slots)[:8]}")
+        self._lent -= named
 
     def lent_slots(self) -> frozenset[DeviceSlot]:
         """Every slot the caller of `lend` owns; O(lent), for checks."""
@@ -257,8 +263,8 @@ class CacheManager:
         reads them. The copy must have been reported as done, and no later step have been told to fill one of `slots`.
 
         Blocks that left the host meanwhile are not in the result, nor any if that step was too long ago: without blocks
-        nothing has begun. Raises `CacheStateError` if `store_id` has begun already. O(blocks of the paths of what was
-        copied in that step).
+        nothing has begun. Raises `CacheStateError` if `store_id` has begun already. O(blocks
+        named, and runs above them).
         """
         with self._lock:
             return self._stores.begin(store_id, step, slots)
@@ -331,7 +337,7 @@ class CacheManager:
         with self._lock:
             if force:
                 self._requests.end_all()
-                self._lent.end_all()
+                self._lent.clear()
             self._loads.cancel_all()
             in_use = self._requests.start_epoch()
             self._history.forget()
@@ -451,7 +457,7 @@ class CacheManager:
             self.check()
             self._requests.check_none()
             self._loads.check_none()
-            expect(not len(self._stores), "manager: stores never ended")
+            self._stores.check_none()
             expect(
                 not self._residency.detached_runs(),
                 "manager: forgotten blocks still hold slots; take the swap step first",

@@ -22,7 +22,7 @@ from .places import HostCopy, Link
 
 Cells = list[Any]
 """`[hash, device slot, host slot]` of block 0, then of block 1, and so on. A slot means nothing in a tier where the run
-is not."""
+is not. Cells whose blocks were moved have one entry: the cells where they are, and the place of block 0 there."""
 
 WIDTH = 3
 DEVICE = 1
@@ -368,7 +368,9 @@ class Run(Link):
         parent = self.parent
         assert parent is not None and parent.parent is not None
         if parent.cells is not self.cells:
-            parent.cells += self.cells
+            moved = self.cells
+            parent.cells += moved
+            moved[:] = [(parent.cells, parent.end)]
             self.cells, self.end = parent.cells, parent.end + self.length
         self.start = parent.start
         parent.drop_children()

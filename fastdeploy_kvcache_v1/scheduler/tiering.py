@@ -40,7 +40,7 @@ class Tiering:
         self._residency = residency
         self._lookahead = lookahead
         self._counters = counters
-        self._told = ToldCopies()
+        self.told = ToldCopies()
         self._evicted_before = 0
         """Blocks that had left the device when the last step was taken."""
 
@@ -139,16 +139,9 @@ class Tiering:
         swap_in = _copies(NO_SWAP_IN, _host_slots(read), _device_slots(read))
         self._counters.swap_out_blocks += len(evict)
         self._counters.swap_in_blocks += len(swap_in)
-        self._told.remember(step, copied)
+        self.told.remember(step, copied)
         self._residency.close_copies()
         return SwapStep.of(step, evict, swap_in)
-
-    def copied_to_host(self, step: int) -> list[Run]:
-        """Runs on the host that can be found and may hold blocks copied in `step`, and no copy of which is open: whole
-        paths, in no order. None if the step was too long ago.
-        """
-        runs = self._told.of(step) or ()
-        return [run for run in runs if run.host is not None and run.open is None and not run.detached]
 
     # ---- administration
 
@@ -160,7 +153,7 @@ class Tiering:
         O(runs in use + size of the pools).
         """
         self._tree.detach_all(in_use, other_device, other_host)
-        self._told.forget()
+        self.told.forget()
 
     def abandon_step(self) -> None:
         """Forget all copies decided but not handed over (nothing is in use any more)."""
@@ -192,13 +185,13 @@ class Tiering:
         """Forget what is in the slots that `result` failed to fill, and the blocks below which are nowhere else.
 
         Returns the runs that can no longer be found; some may still be in use. Costs O(the blocks copied in that step
-        and their prefixes), O(cache) when the step was so long ago that it is not remembered.
+        and runs above them), O(cache) when the step was so long ago that it is not remembered.
         """
         failed = frozenset(result.target_slots)
-        copied = self._told.of(result.step)
-        findable = list(self._tree.runs()) if copied is None else copied
+        told = self.told.of(result.step)
+        findable = self._tree.runs() if told is None else (run for copy in told for run, _, _ in copy.parts())
         lost: set[Run] = set()
-        for run in (*findable, *self._residency.detached_runs()):
+        for run in dict.fromkeys([*findable, *self._residency.detached_runs()]):
             if run in lost:
                 continue
             if result.target is CacheLevel.DEVICE:

@@ -1,45 +1,94 @@
-"""ToldCopies: which runs took part in copies of which the worker has been told lately."""
+"""ToldCopies: where the blocks are now that took part in copies of which the worker has been told lately."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 
+from ..metadata import CacheLevel
 from .run import Run
 
 REMEMBERED_STEPS = 256
 """A copy that fails later than this many steps with copies after it was told is searched for in the whole cache."""
 
+LOOKED_AT_ONCE = 64
+"""Blocks."""
 
-class ToldCopies:
-    """By step number. Not thread-safe: the manager's lock covers it.
 
-    Runs are cut, joined and evicted after they have been told of. Whatever happened to one, its blocks that are still
-    cached are in the run itself or above it: a cut leaves a run the lower part, and one that was joined leads to the
-    run that took its blocks.
+class ToldCopy:
+    """Blocks of a run that had an open copy when a step was taken.
+
+    They keep their place in their cells when runs are cut and joined, or cells that were moved say where to. Whatever
+    happened to the run, what is still cached of it is in the run itself or above it: a cut leaves a run the lower part,
+    and one that was joined leads to the run that took its blocks.
     """
 
+    __slots__ = ("_cells", "_count", "_first", "_level", "_looked_at", "_run")
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._level = run, run.open
+        self._cells, self._first, self._count = run.cells, run.start, run.length
+        self._looked_at = 0
+        """Blocks from the first one on that `find` has passed: a copy is stored piece by piece, in order."""
+
+    def parts(self) -> list[tuple[Run, int, int]]:
+        """Runs that hold blocks of it, in prompt order, and where in their cells: the first one, the one behind the
+        last. O(runs from there up).
+        """
+        while len(self._cells) == 1:
+            self._cells, shift = self._cells[0]
+            self._first += shift
+        begin, end = self._first, self._first + self._count
+        parts, run = [], self._run
+        while run.parent is not None:
+            if run.cells is self._cells and (run.on_device or run.host is not None):
+                if run.start < end and begin < run.end:
+                    parts.append((run, max(begin, run.start), min(end, run.end)))
+                if run.start <= begin:
+                    break
+            run = run.parent
+        return parts[::-1]
+
+    def find(self, slots: Set[int], most: int) -> dict[Run, list[int]]:
+        """Blocks of it in host `slots`, by run, as places in its cells; `most` of them are enough. None of a run that
+        was forgotten, or of which a copy is open. O(blocks looked at): mostly those that are found.
+        """
+        found: dict[Run, list[int]] = {}
+        if self._level is not CacheLevel.HOST:
+            return found
+        parts = [part for part in self.parts() if part[0].host and part[0].open is None and not part[0].detached]
+        start = self._looked_at
+        for low, high in ((start, self._count), (0, start)):
+            for run, first, last in parts:
+                begin, end = max(first, self._first + low), min(last, self._first + high)
+                for at in range(begin, end, LOOKED_AT_ONCE):
+                    some = run.host_slots_of(at - run.start, min(at + LOOKED_AT_ONCE, end) - run.start)
+                    places = [at + number for number, slot in enumerate(some) if slot in slots]
+                    if places:
+                        found.setdefault(run, []).extend(places)
+                        most -= len(places)
+                        self._looked_at = places[-1] + 1 - self._first
+                    if most <= 0:
+                        return found
+        return found
+
+
+class ToldCopies:
+    """By step number. Not thread-safe: the manager's lock covers it."""
+
     def __init__(self) -> None:
-        self._steps: dict[int, Sequence[Run]] = {}
+        self._steps: dict[int, Sequence[ToldCopy]] = {}
         self._last_dropped = -1
 
-    def remember(self, step: int, runs: Sequence[Run]) -> None:
-        """`runs`, at least one, had an open copy when `step` was taken."""
-        self._steps[step] = runs
+    def remember(self, step: int, runs: Iterable[Run]) -> None:
+        """`runs`, at least one, have an open copy, and `step` is taken."""
+        self._steps[step] = [ToldCopy(run) for run in runs]
         if len(self._steps) > REMEMBERED_STEPS:
             self._last_dropped = next(iter(self._steps))
             del self._steps[self._last_dropped]
 
-    def of(self, step: int) -> list[Run] | None:
-        """Runs that may hold blocks copied in `step`; None when that was too long ago. O(their prefixes)."""
-        if step not in self._steps:
-            return None if step <= self._last_dropped else []
-        found: dict[Run, None] = {}
-        for told in self._steps[step]:
-            run = told
-            while run.parent is not None and run not in found:
-                found[run] = None
-                run = run.parent
-        return list(found)
+    def of(self, step: int) -> Sequence[ToldCopy] | None:
+        """Copies of `step`; None when that was too long ago."""
+        return self._steps.get(step, None if step <= self._last_dropped else ())
 
     def forget(self) -> None:
         """Nothing that was copied until now can be found any more."""

@@ -168,6 +168,18 @@ def stored_piece(length: int) -> Shaped:
     return cache, lambda: cache.begin_store("s", step.step, wanted)
 
 
+def stored_one_turn_late(length: int) -> Shaped:
+    """The blocks of the last turn but one, which have been joined with what is above them."""
+    cache, hashes = manager(length + 16, length + 16, "write_through", max_queued_events=0), blocks(length + 16)
+    for end in (length, length + 8, length + 16):
+        play(cache, "turn", hashes[:end])
+        step = cache.take_swap_step()
+        if end == length + 8:
+            late = step
+    assert max(run.length for run in cache._tree.runs()) >= length + 8
+    return cache, lambda: cache.begin_store("s", late.step, frozenset(late.evict.target_slots))
+
+
 def piece_on_the_device(length: int) -> Shaped:
     cache, hashes = manager(length + 8, max_queued_events=0), blocks(length)
     play(cache, "r", hashes)
@@ -182,6 +194,7 @@ SHAPES: dict[str, tuple[Callable[[int], Shaped], int, int]] = {
     "the parent of children on the host leaves the device": (many_children, 10, 2000),
     "a copy among those of many others has failed": (many_others, 10, 1000),
     "a piece of a long run is stored": (stored_piece, 256, 4096),
+    "the blocks of a turn are stored one turn late": (stored_one_turn_late, 256, 4096),
     "a piece of a long prompt is kept on the device": (piece_on_the_device, 256, 4096),
 }
 

@@ -25,6 +25,13 @@ SCENARIOS = {
     "only the part that the step copied is stored of a run that was joined": (
         "8+8 write_through: run ab; step late; run abcd; step; store late a,ab; end; idle"
     ),
+    "and where its blocks were moved": (
+        "8+8 write_through: run ab; step; run abcd; step late; run abcdef; step; store late abc,abcd; end; idle"
+    ),
+    "and where they were moved twice": (
+        "16+16 write_through: run abcd; step; run abcdef; step; run abcdefgh; step late; run abcdefghi;"
+        "run abcdefghij; step; store late abcdefg,abcdefgh; end; idle"
+    ),
     "a copy of which a part failed is not stored": (
         "8+8 write_through: run ab; step late; fail late host 1; copied ab nn; store late -; idle"
     ),

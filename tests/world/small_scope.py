@@ -85,7 +85,7 @@ def _replayed(scope: Scope, path: Sequence[Event]) -> World:
 
 def text(world: World) -> str:
     manager, tags, pending = world.manager, world.tags, world.pending
-    residency, requests, told = manager._residency, manager._requests, manager._tiering._told
+    residency, requests, told = manager._residency, manager._requests, manager._tiering.told
     tree = sorted(manager._tree.runs(), key=lambda run: tags[run.last_hash])
     number = {run: at for at, run in enumerate([*tree, *residency.detached_runs()])}
     counts_hits = bool(manager._tiering._policy.hits_that_count)
@@ -107,7 +107,8 @@ def text(world: World) -> str:
         ours = life.is_admitted, life.allocated, life.told, life.committed, world.computed(life), life.tags[0], rows
         parts.append([name, number.get(state.leaf), own, tokens, flags, state.has_committed, bool(life.rows), ours])
     for step in sorted({*pending, *world.backed_up}):
-        found = [number.get(run) for run in told.of(step) or ()]
+        parts_of = [copy.parts() for copy in told.of(step) or ()]
+        found = [[number[run], first - run.start, last - run.start] for each in parts_of for run, first, last in each]
         parts.append([step in pending, found, _slots("h", sorted(world.backed_up.get(step, ())))])
     parts += [_slots("d", manager._device_pool._free), _slots("h", manager._host_pool._free), len(world.stored)]
     first: dict[str, str] = {}

@@ -1,20 +1,25 @@
-"""LoadTable: blocks that come from outside the two tiers (storage, a peer), from their first byte to their last.
+"""Loans: slots that storage or a peer fills or reads, from the first byte to the last.
 
-The contract of a load stands on `CacheManager.begin_load`. Not thread-safe: the manager's lock covers it.
+A *load* fills slots of its own, for blocks that come from outside; a *store* reads those of cached blocks, which stay
+as they are until it has ended. The contracts stand on `CacheManager.begin_load`, `begin_store` and
+`begin_device_store`. Not thread-safe: the manager's lock covers it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import KVCacheConfig
 from ..errors import CacheStateError
-from ..metadata import BlockHash, CacheLevel, LoadSlots, NoSpace
+from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot, LoadSlots, NoSpace, StoreSource
 from .cache_stats import Counters
 from .invariants import expect
+from .places import HostReader
 from .radix_tree import RadixTree
+from .residency import Residency
+from .run import Run
 from .tiering import Tiering
 
 
@@ -31,8 +36,8 @@ class Load:
     """False in quarantine: what arrives is not cached, but may still arrive."""
 
 
-class LoadTable:
-    """Loads by their id. It owns their slots, which are in no block table and not in the tree."""
+class Loads:
+    """By their id. They own their slots, which are in no block table and not in the tree."""
 
     def __init__(self, config: KVCacheConfig, tree: RadixTree, tiering: Tiering, counters: Counters) -> None:
         self._caching = config.enable_prefix_caching
@@ -60,10 +65,13 @@ class LoadTable:
 
     def complete(self, load_id: str, num_arrived: int) -> int:
         load = self._get(load_id)
+        num_missing = len(load.slots) - num_arrived
         if not 0 <= num_arrived <= len(load.slots):
             raise CacheStateError(f"load {load_id}: {num_arrived} blocks arrived, it has slots for {len(load.slots)}")
         del self._loads[load_id]
-        num_cached = self._cache(load, num_arrived) if load.wanted and num_arrived else 0
+        num_cached = 0
+        if load.wanted and num_arrived:
+            num_cached = self._tree.graft(load.hashes, load.end - num_missing, load.slots[:num_arrived], load.level)
         self._counters.loaded_blocks += num_cached
         self._counters.wasted_load_blocks += num_arrived - num_cached
         self._tiering.free(load.slots[: num_arrived - num_cached] + load.slots[num_arrived:], load.level)
@@ -82,12 +90,6 @@ class LoadTable:
         except KeyError:
             raise CacheStateError(f"load {load_id} is unknown, or has been completed already") from None
 
-    def _cache(self, load: Load, num_arrived: int) -> int:
-        end = load.end - (len(load.slots) - num_arrived)
-        return self._tree.graft(load.hashes, end, load.slots[:num_arrived], load.level)
-
-    # ---- looking
-
     def slots(self, level: CacheLevel) -> list[Any]:
         """Every slot of tier `level` that bytes may arrive in. O(blocks being loaded)."""
         return [slot for load in self._loads.values() if load.level is level for slot in load.slots]
@@ -103,3 +105,62 @@ class LoadTable:
 
     def check_none(self) -> None:
         expect(not self._loads, f"manager: loads never completed: {', '.join(list(self._loads)[:8])}")
+
+
+class Stores:
+    """By their id. Each is a reader of slots of one tier, and of nothing else."""
+
+    def __init__(self, tree: RadixTree, residency: Residency, tiering: Tiering) -> None:
+        self._tree = tree
+        self._residency = residency
+        self._tiering = tiering
+        self._stores: dict[str, HostReader | Sequence[DeviceSlot]] = {}
+
+    def begin(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
+        self._require_new(store_id)
+        blocks: list[tuple[BlockHash, HostSlot]] = []
+        reader = HostReader()
+        for copy in self._tiering.told.of(step) or ():
+            if len(blocks) == len(slots):
+                break
+            for run, places in copy.find(slots, len(slots) - len(blocks)).items():
+                read = self._part(run, min(places) - run.start, max(places) + 1 - run.start)
+                all_blocks = zip(read.hashes, read.host_slots, strict=True)
+                blocks += [block for block in all_blocks if block[1] in slots]
+                self._residency.begin_reading(read, reader)
+        if blocks:
+            self._stores[store_id] = reader
+        return StoreSource(tuple(block for block, _ in blocks), tuple(slot for _, slot in blocks))
+
+    def begin_on_device(self, store_id: str, hashes: Sequence[BlockHash], first: int, most: int | None) -> StoreSource:
+        self._require_new(store_id)
+        end = len(hashes) if most is None else min(len(hashes), first + most)
+        slots = self._tree.filled_device_slots(hashes, first, end)
+        if slots:
+            self._residency.device_pool.hold(slots)
+            self._stores[store_id] = slots
+        return StoreSource(tuple(hashes[first : first + len(slots)]), tuple(slots))
+
+    def end(self, store_id: str) -> None:
+        reader = self._stores.pop(store_id, None)
+        if reader is None:
+            raise CacheStateError(f"store {store_id} is unknown, or has ended already")
+        if isinstance(reader, HostReader):
+            self._residency.end_reading(reader)
+        else:
+            self._residency.device_pool.let_go(reader)
+
+    def _require_new(self, store_id: str) -> None:
+        if store_id in self._stores:
+            raise CacheStateError(f"store {store_id} has begun already: end it first")
+
+    def _part(self, run: Run, first: int, end: int) -> Run:
+        """Blocks `[first, end)` of `run` as a run of their own: the others may leave."""
+        if end < run.length:
+            run = self._tree.split(run, end)
+        if first:
+            self._tree.split(run, first)
+        return run
+
+    def check_none(self) -> None:
+        expect(not self._stores, "manager: stores never ended")
