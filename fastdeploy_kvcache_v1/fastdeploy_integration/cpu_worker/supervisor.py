@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
-
 from ...errors import KVCacheError
 from ...extras import needed_by
 from ...model.config import load_model_config
@@ -191,6 +189,8 @@ def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
 
 
 def _is_healthy(settings: Settings) -> bool:
+    import httpx  # of an extra, whose lack is one line
+
     try:
         return httpx.get(f"{settings.url}/health", timeout=HEALTH_TIMEOUT_S, trust_env=False).is_success
     except httpx.HTTPError:
