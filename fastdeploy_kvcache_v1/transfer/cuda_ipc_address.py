@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from ..errors import PeerRefusedError
-from ..worker.ops.peer_memory import HANDLE_BYTES, UUID_BYTES
+from .peer_memory import HANDLE_BYTES, UUID_BYTES
 
 __all__ = ["CudaIpcAddress", "SharedAllocation", "SharedRegion", "gpu_name", "this_machine", "this_process"]
 

@@ -12,7 +12,6 @@ from ctypes import byref, c_int
 
 from ..errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError, TransferError
 from ..worker.ops.driver import driver
-from ..worker.ops.peer_memory import Gpu, PeerMemory
 from ..worker.ops.rows import BlockRows
 from ..worker.runtime.cuda import stream_on, use_device
 from .cuda_ipc_address import (
@@ -26,6 +25,7 @@ from .cuda_ipc_address import (
 )
 from .cuda_ipc_source import CudaIpcSource, Mapped
 from .one_sided import OneSidedPlane
+from .peer_memory import Gpu, PeerMemory
 from .plane import Source
 from .presence import Presence, Visit
 

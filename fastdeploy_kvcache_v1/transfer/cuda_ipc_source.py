@@ -9,10 +9,10 @@ from functools import partial
 
 from ..errors import KVCacheError, RemoteReadError
 from ..worker.ops import trial
-from ..worker.ops.peer_memory import PeerMemory
 from ..worker.ops.rates import BATCH
 from ..worker.runtime.cuda import CudaStream, use_device
 from .one_sided import OneSidedSource, Ranges, Region
+from .peer_memory import PeerMemory
 from .presence import Visit
 
 __all__ = ["CudaIpcSource", "Mapped"]

@@ -12,7 +12,6 @@ from . import ops
 from .hazards import HazardTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
-from .layer_waits import LayerWaits
 from .ops import LayerRows
 from .runtime import Event, Runtime
 from .slot_set import SlotSet
@@ -199,7 +198,7 @@ class CacheController:
         *,
         counter: LayerDoneCounter | None = None,
         by_layer: bool = False,
-    ) -> LayerDoneCounter | LayerWaits | None:
+    ) -> LayerDoneCounter | None:
         """Compute will read and write these device slots: it waits for copies that read what it writes, and for
         copies that write what it touches. None stands for "any slot".
 

@@ -1,4 +1,4 @@
-"""LayerDoneCounter: lets the forward pass of one step wait for its swap-in layer by layer."""
+"""LayerDoneCounter: what one forward pass waits for layer by layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class WaitMeter:
 
 
 class LayerDoneCounter:
-    """One event per layer of one swap-in, waited for on the compute stream. For the thread that computes.
+    """The swap-in that a pass reads, and the copies out of slots that it overwrites: one event per layer each, waited
+    for on the compute stream. Either may be missing. For the thread that computes.
 
     On a CPU a wait blocks. On a GPU it is a stream wait: it returns at once, timeouts do not apply, and only failures
     known at submission raise. A failure concerns the requests that read `target_slots`, nobody else.
@@ -27,19 +28,19 @@ class LayerDoneCounter:
 
     def __init__(
         self,
-        layer_events: Sequence[Event],
+        swap_in: Sequence[Event],
         compute_stream: Stream,
-        target_slots: SlotSet,
+        target_slots: SlotSet = SlotSet(),  # noqa: B008  immutable
         *,
         timeout_s: float,
         meter: WaitMeter,
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.target_slots = target_slots
-        """Device slots this swap-in fills."""
-        self.exposed_wait_s = 0.0
-        """Seconds the calling thread was blocked in this counter."""
-        self._events = tuple(layer_events)
+        """Device slots that the swap-in fills."""
+        self.evictions: Sequence[Sequence[Event]] = ()
+        """What reads slots that the pass writes: it writes a layer after these have read it."""
+        self._swap_in = tuple(swap_in)
         self._compute = compute_stream
         self._timeout_s = timeout_s
         self._meter = meter
@@ -48,27 +49,37 @@ class LayerDoneCounter:
 
     @property
     def num_layers(self) -> int:
-        return len(self._events)
+        return len((self._swap_in, *self.evictions)[-1])
 
     @property
     def num_layers_done(self) -> int:
         """Layers that have arrived (or failed) so far. Layers arrive in order."""
-        return sum(event.done() for event in self._events)
+        return sum(event.done() for event in self._swap_in)
 
     def wait_for_layer(self, layer: int, timeout: float | None = None) -> None:
-        """Compute goes on when `layer` has arrived. May be called again. `timeout` in seconds, None: the default.
+        """Compute goes on when it may read and write `layer`. May be called again. `timeout` in seconds, None: the
+        default.
 
-        Raises `LayerSwapTimeoutError` when it does not arrive in time, and ever after, because the swap-in is then
-        reported as failed; `TransferError` when its copy failed.
+        Raises `LayerSwapTimeoutError` when a copy takes longer; where that is the swap-in, ever after, because it is
+        then reported as failed. `TransferError` when the layer's copy failed.
         """
-        if not 0 <= layer < len(self._events):
-            raise CacheStateError(f"layer {layer} is not in [0, {len(self._events)})")
-        if self._given_up is not None:
-            raise LayerSwapTimeoutError(self._given_up)
+        if not 0 <= layer < self.num_layers:
+            raise CacheStateError(f"layer {layer} is not in [0, {self.num_layers})")
         limit = self._timeout_s if timeout is None else timeout
         start = time.perf_counter()
         try:
-            self._compute.wait_event(self._events[layer], needs_data=True, timeout=limit)
+            for layer_events in self.evictions:
+                self._compute.wait_event(layer_events[layer], timeout=limit)
+            if self._swap_in:
+                self._wait_for_swap_in(layer, limit)
+        finally:
+            self._meter.seconds += time.perf_counter() - start
+
+    def _wait_for_swap_in(self, layer: int, limit: float) -> None:
+        if self._given_up is not None:
+            raise LayerSwapTimeoutError(self._given_up)
+        try:
+            self._compute.wait_event(self._swap_in[layer], needs_data=True, timeout=limit)
         except LayerSwapTimeoutError:
             self._given_up = f"the swap-in of layer {layer} did not arrive within {limit} s"
             self._on_failure(self._given_up)
@@ -77,21 +88,17 @@ class LayerDoneCounter:
             # Reported from now on, though the rest of the unit may take a moment to be skipped.
             self._on_failure(describe(error.__cause__ or error))
             raise TransferError(f"the swap-in of layer {layer} failed: {error}") from error
-        finally:
-            waited = time.perf_counter() - start
-            self.exposed_wait_s += waited
-            self._meter.seconds += waited
 
     def wait_all(self, timeout: float | None = None) -> None:
-        """As `wait_for_layer` for every layer, within one `timeout`. The stream is FIFO: the last stands for all."""
-        self.wait_for_layer(len(self._events) - 1, timeout)
+        """As `wait_for_layer` for every layer, within one `timeout`. Streams are FIFO: the last stands for all."""
+        self.wait_for_layer(self.num_layers - 1, timeout)
 
     def check(self) -> None:
         """Raises `InvariantError`. Layers finish in order, and a failed layer fails all after it."""
         # Snapshot from the back, so that a layer finishing meanwhile cannot look out of order.
-        done = [event.done() for event in reversed(self._events)][::-1]
+        done = [event.done() for event in reversed(self._swap_in)][::-1]
         if sorted(done, reverse=True) != done:
             raise InvariantError(f"layers finished out of order: {done}")
-        failed = [event.error is not None for event, is_done in zip(self._events, done, strict=True) if is_done]
+        failed = [event.error is not None for event, is_done in zip(self._swap_in, done, strict=True) if is_done]
         if sorted(failed) != failed:
             raise InvariantError(f"a layer after a failed one arrived: {failed}")

@@ -14,7 +14,6 @@ from . import ops
 from .hazards import Actor, Dependency, Hazard, HazardTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter, WaitMeter
-from .layer_waits import LayerWaits
 from .ops import CopyRuns, LayerRows
 from .ops.copies import Copies
 from .runtime import Event, Runtime, Stream
@@ -179,7 +178,7 @@ class CacheTransferManager:
         counter: LayerDoneCounter | None,
         *,
         by_layer: bool,
-    ) -> LayerDoneCounter | LayerWaits | None:
+    ) -> LayerDoneCounter | None:
         """See `CacheController.before_compute`."""
         if counter is not None:
             skipped = counter.target_slots
@@ -195,9 +194,11 @@ class CacheTransferManager:
         whole, evictions = self._by_layer(waits) if by_layer else (waits, [])
         for wait in whole:
             self._compute_waits(compute, wait)
-        if not evictions:
-            return counter
-        return LayerWaits(counter, evictions, compute, timeout_s=self._layer_timeout_s, meter=self._meter)
+        if counter is None and evictions:
+            counter = LayerDoneCounter((), compute, timeout_s=self._layer_timeout_s, meter=self._meter)
+        if counter is not None:
+            counter.evictions = evictions
+        return counter
 
     def _compute_waits(self, compute: Stream, wait: Dependency) -> None:
         start = time.perf_counter()

@@ -10,12 +10,12 @@ from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.model.copy_faults import make_runtime
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepTask
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from fastdeploy_kvcache_v1.worker.runtime.copy_faults import make_runtime
 
 LAYERS = 2
 BLOCK = 4

@@ -18,8 +18,8 @@ from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_source import CudaIpcSource
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
 from fastdeploy_kvcache_v1.transfer.mooncake_source import MooncakeSource
+from fastdeploy_kvcache_v1.transfer.peer_memory import Allocation, Gpu
 from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
-from fastdeploy_kvcache_v1.worker.ops.peer_memory import Allocation, Gpu
 from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent, InlineStream
 from tests.gpu.plane_contract import NUM_BLOCKS, Ours, Tensors, canaries, content
 

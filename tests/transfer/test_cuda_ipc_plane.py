@@ -15,9 +15,9 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
+from fastdeploy_kvcache_v1.transfer.peer_memory import Gpu
 from fastdeploy_kvcache_v1.worker.ops import trial
 from fastdeploy_kvcache_v1.worker.ops.driver import Driver
-from fastdeploy_kvcache_v1.worker.ops.peer_memory import Gpu
 from fastdeploy_kvcache_v1.worker.ops.rates import Rates
 from tests.gpu.plane_contract import canaries, everything, soon, whole_blocks
 from tests.transfer.planes import CudaIpc

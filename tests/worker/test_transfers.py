@@ -357,7 +357,7 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
     waits = rig.controller.before_compute([4], [0], counter=counter, by_layer=True)
     assert rig.controller.take_report().exposed_wait_s == 1
     waits.wait_for_layer(0)
-    assert (rig.controller.take_report().exposed_wait_s, counter.exposed_wait_s) == (2, 1)
+    assert rig.controller.take_report().exposed_wait_s == 2
     assert rig.controller.take_report().exposed_wait_s == 0
 
 

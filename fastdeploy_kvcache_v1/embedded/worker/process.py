@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ...batch_request import BatchRequest
 from ...errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError, WorkerDiedError
 from ...model import configure_reproducible_math, load_model
+from ...model.copy_faults import VARIABLE, make_runtime
 from ...model.ranks import Ranks, inherited_pipes
 from ...model.step_runner import StepRunner
 from ...orphan import die_with_parent
@@ -27,7 +28,6 @@ from ...transfer.rank_transfers import RankTransfers
 from ...transfer.role_info import RankInfo
 from ...worker.cache_controller import CacheController
 from ...worker.ops.copies import cpu_paths
-from ...worker.runtime.copy_faults import VARIABLE, make_runtime
 from .messages import WorkerLaunch, WorkerReady, storage_addresses
 from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
 

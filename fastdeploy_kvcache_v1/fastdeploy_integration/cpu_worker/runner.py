@@ -16,13 +16,13 @@ from ...copy_totals import RankCopies
 from ...errors import ConfigError, ModelError
 from ...metadata import TransferReport
 from ...model import load_model, load_model_config
+from ...model.copy_faults import VARIABLE, make_runtime
 from ...model.ranks import ONE_RANK, Ranks
 from ...model.step import Logits, SequenceSlice, StepResult, StepTask
 from ...model.step_runner import Model, StepRunner
 from ...timings import PrefillTime
 from ...worker.cache_controller import CacheController
 from ...worker.hazards import Actor
-from ...worker.runtime.copy_faults import VARIABLE, make_runtime
 from ...worker.runtime.cpu import CpuEvent
 from ..disaggregation.rank_role import RankRole, RankShape
 from ..engine.weight_updates import CLEARED, NORMAL

@@ -13,7 +13,6 @@ from ...errors import CacheStateError, ConfigError, TransferError
 from ...metadata import CacheLevel, TransferReport
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
-from ...worker.layer_waits import LayerWaits
 from ...worker.runtime import Runtime
 from ...worker.slot_set import SlotSet
 from ..swap_space import compare
@@ -31,7 +30,7 @@ MAIN, DRAFT = "main", "draft"
 class OffsetCounter:
     """What a pass waits for, for a draft model, whose layers count from 0 again."""
 
-    def __init__(self, counter: LayerDoneCounter | LayerWaits, first_layer: int) -> None:
+    def __init__(self, counter: LayerDoneCounter, first_layer: int) -> None:
         self._counter = counter
         self._first_layer = first_layer
 
@@ -100,7 +99,7 @@ class WorkerCache:
         """Of the step that arrived last. The slots of an earlier swap-in may have been evicted and given away since."""
         self._running: tuple[SlotSet, SlotSet] | None = None
         """Slots that the pass which has begun reads and writes."""
-        self.current_counter: LayerDoneCounter | LayerWaits | None = None
+        self.current_counter: LayerDoneCounter | None = None
         """What the running pass waits for layer by layer."""
 
     # ---- tensors
@@ -193,7 +192,7 @@ class WorkerCache:
         if self._passes is not None and steps:
             self._passes.taken(steps[-1].step)
 
-    def begin_forward(self, *, layer_by_layer: bool) -> LayerDoneCounter | LayerWaits | None:
+    def begin_forward(self, *, layer_by_layer: bool) -> LayerDoneCounter | None:
         """Before a forward pass: what it writes waits for copies that read it, and so do earlier swap-ins.
 
         Returns what the pass waits for itself, layer by layer, or None when nothing is left to wait for.
@@ -209,7 +208,7 @@ class WorkerCache:
         for counter in self._counters:
             if counter is not layered:
                 counter.wait_all()
-        waits: LayerDoneCounter | LayerWaits | None = layered
+        waits: LayerDoneCounter | None = layered
         if self._controller.num_unreported_copies:
             # A slot that is swapped in for this pass may be one that a row wrote whose end is not known yet.
             late = writes if layered is None else writes - layered.target_slots

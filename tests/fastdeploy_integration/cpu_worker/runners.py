@@ -13,11 +13,11 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import CpuMo
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.model import load_model, load_model_config
+from fastdeploy_kvcache_v1.model.copy_faults import VARIABLE
 from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
 from fastdeploy_kvcache_v1.model.ranks import ONE_RANK
 from fastdeploy_kvcache_v1.model.step import SequenceSlice
 from fastdeploy_kvcache_v1.swap_message import encode
-from fastdeploy_kvcache_v1.worker.runtime.copy_faults import VARIABLE
 
 from .host_tasks import ABORT, other, prefill
 

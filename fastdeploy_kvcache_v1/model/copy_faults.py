@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from ...errors import ConfigError
-from . import CpuRuntime
+from ..errors import ConfigError
+from ..worker.runtime import CpuRuntime
 
 VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
 

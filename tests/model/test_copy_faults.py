@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.worker.runtime import copy_faults
-from fastdeploy_kvcache_v1.worker.runtime.copy_faults import CopyFaults, InjectedCopyError, make_runtime
+from fastdeploy_kvcache_v1.model import copy_faults
+from fastdeploy_kvcache_v1.model.copy_faults import CopyFaults, InjectedCopyError, make_runtime
 
 
 def failed(faults: CopyFaults, stream: str, calls: int) -> list[int]:

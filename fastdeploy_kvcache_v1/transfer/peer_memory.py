@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CacheStateError, ConfigError, TransferError
-from .cuda_copies import Copy2D, copy_batch
-from .driver import DriverStream, driver
+from ..errors import CacheStateError, ConfigError, TransferError
+from ..worker.ops.cuda_copies import Copy2D, copy_batch
+from ..worker.ops.driver import DriverStream, driver
 
 __all__ = ["HANDLE_BYTES", "UUID_BYTES", "Allocation", "Gpu", "PeerMemory"]
 
