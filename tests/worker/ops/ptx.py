@@ -71,6 +71,10 @@ class Kernel:
     """The only kernel of a PTX text."""
 
     parameter_bytes: int
+    blocks: dict[str, list[str]]
+    """Its basic blocks, as Python."""
+    ran: set[str]
+    """Names of those that ran."""
     _thread: Callable[..., None]
 
     @classmethod
@@ -78,9 +82,10 @@ class Kernel:
         parameter = re.search(r"\.param [^\n]* (\w+)\[(\d+)\]", text)
         assert parameter is not None
         body = text[text.index("{") + 1 : text.rindex("}")].replace(parameter[1], "0")
-        space = {"quotient": _quotient}
-        exec(_python(body), space)  # the text comes from this repository
-        return cls(int(parameter[2]), space["thread"])
+        blocks, ran = _basic_blocks(body), set()
+        space = {"quotient": _quotient, "begin": ran.add}
+        exec(_python(blocks), space)  # the text comes from this repository
+        return cls(int(parameter[2]), blocks, ran, space["thread"])
 
     def run(self, parameters: bytes, memory: GpuMemory, *, groups: int, threads: int, rng: np.random.Generator) -> None:
         """One launch, its threads one by one in random order. Raises `WrongAccess`."""
@@ -95,19 +100,27 @@ def _quotient(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def _python(body: str) -> str:
-    """A loop over basic blocks; `at` is the next one."""
-    blocks: dict[str, list[str]] = {"first": []}
-    lines = blocks["first"]
-    for instruction in _instructions(body):
-        if instruction.startswith("$"):
-            lines.append(f"at = {instruction!r}")
-            lines = blocks.setdefault(instruction, [])
-        else:
-            lines.append(_statement(instruction))
+def _basic_blocks(body: str) -> dict[str, list[str]]:
+    """Begin at a label or behind a branch; `at` is the next one."""
+    blocks: dict[str, list[str]] = {}
+    label = "first"
+    for instruction in [label, *_instructions(body)]:
+        is_label = instruction == label or instruction.startswith("$")
+        if not is_label:
+            blocks[label].append(_statement(instruction))
+        if is_label or " bra" in f" {instruction}":
+            following = instruction if is_label else f"after {len(blocks)}"
+            if blocks:
+                blocks[label].append(f"at = {following!r}")
+            label = following
+            blocks[label] = []
+    return blocks
+
+
+def _python(blocks: dict[str, list[str]]) -> str:
     code = ["def thread(tid, ntid, ctaid, nctaid, parameters, load, store):", " at = 'first'", " while True:"]
     for label, statements in blocks.items():
-        code += [f"  if at == {label!r}:", *(f"   {statement}" for statement in statements)]
+        code += [f"  if at == {label!r}:", f"   begin({label!r})", *(f"   {statement}" for statement in statements)]
     return "\n".join(code)
 
 
