@@ -377,8 +377,11 @@ def _paddle_operators() -> tuple[bool | None, str]:
         paddle_ops.load()
     except (ImportError, KVCacheError) as error:
         return None, f"not there: {error}"
-    tensors = "on a GPU, used with FASTDEPLOY_KVCACHE_OPS=paddle" if paddle_ops.copies_on_gpu() else "on a CPU only"
-    return None, f"built for Paddle {paddle_ops.installed_paddle()}, tensors {tensors}"
+    tensors = "a CPU and a GPU" if paddle_ops.copies_on_gpu() else "a CPU"
+    return (
+        None,
+        f"FASTDEPLOY_KVCACHE_OPS=paddle uses them; for Paddle {paddle_ops.installed_paddle()}, tensors on {tensors}",
+    )
 
 
 def _copy_paths() -> tuple[bool | None, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...worker.ops import trial
+from ...worker.ops.copies import paddle_paths
 from ...worker.runtime import CudaRuntime, Runtime
 from .. import settings
 from ..backends import DSA, MLA, cache_backend
@@ -45,7 +46,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     reporter = CopyReporter(
         socket_path(int(ranks.local_engine_worker_queue_port)),
         int(ranks.tensor_parallel_rank),
-        lambda: trial.known().paths(),
+        lambda: paddle_paths() or trial.known().paths(),
     )
     _worker_cache = WorkerCache(
         num_host_blocks=int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0,

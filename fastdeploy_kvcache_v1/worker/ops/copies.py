@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CacheStateError
+from ...errors import CacheStateError, ConfigError
 from ...metadata import CopyPath
 from .rows import BlockRows, CopyRuns, LayerRows
 
@@ -43,6 +43,14 @@ class Copies(ABC):
 
     def close(self) -> None:  # noqa: B027  most have nothing
         """Give up what it holds. Every copy has ended."""
+
+
+def chosen() -> str:
+    """`numpy`, `paddle`, or nothing. Raises `ConfigError`."""
+    choice = os.environ.get(CHOICE, "")
+    if choice not in ("", "numpy", "paddle"):
+        raise ConfigError(f"{CHOICE}={choice} is not known: choose numpy or paddle, or unset it")
+    return choice
 
 
 def require_fit(device: Sequence[LayerRows], host: Sequence[LayerRows]) -> None:
@@ -85,7 +93,7 @@ def _row(target: BlockRows, source: BlockRows) -> tuple[int, ...]:
 @cache
 def library() -> Any:
     """The C copies; None where they were not built or are not wanted."""
-    if os.environ.get(CHOICE) == "numpy" or not LIBRARY.exists():
+    if chosen() == "numpy" or not LIBRARY.exists():
         return None
     try:
         found = ctypes.CDLL(str(LIBRARY))
@@ -97,6 +105,14 @@ def library() -> Any:
 
 
 def cpu_paths() -> tuple[CopyPath, ...]:
-    """How copies go on a CPU, for the metrics: by `c` or by `numpy`."""
-    way = "numpy" if library() is None else "c"
-    return CopyPath("in", way), CopyPath("out", way)
+    """How copies go on a CPU, for the metrics: by `c`, `numpy` or `paddle`."""
+    return paddle_paths() or both_ways("numpy" if library() is None else "c")
+
+
+def paddle_paths() -> tuple[CopyPath, ...]:
+    """How copies go by Paddle's operators, nothing where these were not chosen."""
+    return both_ways("paddle") if chosen() == "paddle" else ()
+
+
+def both_ways(name: str) -> tuple[CopyPath, ...]:
+    return CopyPath("in", name), CopyPath("out", name)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import CacheStateError, ConfigError
-from .copies import Copies
+from .copies import Copies, require_fit
 from .rows import BlockRows, CopyRuns, LayerRows
 
 LIBRARY = Path(__file__).with_name("_paddle_ops.so")
@@ -102,6 +103,7 @@ class PaddleCopies(Copies):
     """
 
     def __init__(self, device_layers: Sequence[LayerRows], host_layers: Sequence[LayerRows]) -> None:
+        require_fit(device_layers, host_layers)
         load()
         self._layers = [
             [_Role.of(device, host, layer) for device, host in zip(*rows, strict=True)]
@@ -118,7 +120,7 @@ class PaddleCopies(Copies):
 
     def all_layers(self, stream: Any, runs: CopyRuns, *, to_device: bool) -> None:
         """As `layer`, for every layer. Upstream's operator for all layers would wait for the stream."""
-        self._copy(stream, [role for layer in self._layers for role in layer], runs, to_device)
+        self._copy(stream, [*chain(*self._layers)], runs, to_device)
 
     def _copy(self, stream: Any, roles: Sequence[_Role], runs: CopyRuns, to_device: bool) -> None:
         device, host = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)

@@ -12,7 +12,8 @@ from queue import SimpleQueue
 
 from ...errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from .. import ops
-from ..ops.copies import Copies, CpuCopies
+from ..ops.copies import Copies, CpuCopies, chosen
+from ..ops.paddle_ops import PaddleCopies
 from ..ops.rows import LayerRows
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
 from .placement import allocate_near, node_of_this_process
@@ -189,7 +190,7 @@ class CpuRuntime(Runtime):
         return stream
 
     def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
-        return CpuCopies(device, host)
+        return PaddleCopies(device, host) if chosen() == "paddle" else CpuCopies(device, host)
 
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
         return allocate_near(nbytes, node_of_this_process, shared=shared)

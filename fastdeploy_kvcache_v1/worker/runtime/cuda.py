@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from ...errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from .. import ops
 from ..ops import trial
-from ..ops.copies import CHOICE, Copies
+from ..ops.copies import Copies, chosen
 from ..ops.cuda_copies import CudaCopies
 from ..ops.driver import driver
 from ..ops.paddle_ops import PaddleCopies
@@ -268,7 +267,7 @@ class CudaRuntime(Runtime):
         return buffer
 
     def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
-        if os.environ.get(CHOICE) == "paddle":
+        if chosen() == "paddle":
             return PaddleCopies(device, host)
         copies = CudaCopies(self._cupy, device, host, self._rates)
         for way, reason in copies.left.items():

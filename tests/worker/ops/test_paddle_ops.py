@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
+from fastdeploy_kvcache_v1.metadata import CopyPath
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, paddle_ops, plan_runs, tensor_rows
+from fastdeploy_kvcache_v1.worker.ops.copies import CHOICE, cpu_paths
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
+from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.ops.copies import Memory
 from tests.worker.ops.native import build, compiler, run_python
+from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
 
 paddle = pytest.importorskip("paddle")
 
@@ -181,6 +187,56 @@ def test_a_pool_whose_blocks_are_no_number_of_rows_is_refused_in_a_line():
     for memory in (Memory(np.random.default_rng(), widths=(40, 12)), Memory(np.random.default_rng(), trailer=5)):
         with pytest.raises(ConfigError, match=r"whole rows.* has rows of 40 in layer 0: unset \w+$"):
             paddle_ops.PaddleCopies(tensors_of(memory), memory.host_rows)
+
+
+class TensorBackend(NumpyBackend):
+    """Roles of which a host block is a number of rows, in tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layout = CacheLayout(3, (RoleSpec("key", (1, 8), "uint8"), RoleSpec("value", (3, 8), "uint8")))
+
+    def create_kv_cache(self, num_blocks, **options):
+        tensors = {
+            name: paddle.to_tensor(array) for name, array in super().create_kv_cache(num_blocks, **options).items()
+        }
+        self.arrays = [
+            tensor_rows(tensor, num_rows=num_blocks, row_bytes=tensor.size // num_blocks).array
+            for tensor in tensors.values()
+        ]
+        return tensors
+
+
+def test_the_worker_copies_by_them_when_it_is_told_to(monkeypatch):
+    monkeypatch.setenv(CHOICE, "paddle")
+    ran, run = [], paddle_ops.run
+    monkeypatch.setattr(paddle_ops, "run", lambda *call: [ran.append(call[0]), run(*call)])
+    with closing(Rig(CpuRuntime(), backend=TensorBackend())) as rig:
+        rig.fill()
+        rig.submit(evict((1, 2, 5), (0, 4, 3)))
+        rig.controller.drain()
+        rig.submit(into=swap_in((4, 3), (0, 1))).wait_all()
+        assert [rig.holds_all(slot, 10 + content) for slot, content in enumerate((2, 5, 2, 3, 4, 5))] == [True] * 6
+    assert set(ran) == {"swap_cache_per_layer_async"}
+    assert cpu_paths() == (CopyPath("in", "paddle"), CopyPath("out", "paddle"))
+
+
+def test_the_runtime_of_a_gpu_copies_by_them_when_it_is_told_to(gpu, monkeypatch):
+    monkeypatch.setenv(CHOICE, "paddle")
+    monkeypatch.setattr(paddle_ops, "copies_on_gpu", lambda: True)
+    place = SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda: 0)
+    device = [LayerRows([BlockRows(64, 4, 16, 16, on_gpu=True, owner=SimpleNamespace(place=place))])]
+    runtime = CudaRuntime(compute_handle=COMPUTE)
+    assert isinstance(runtime.new_copies(device, [LayerRows([BlockRows(4096, 4, 16, 16)])]), paddle_ops.PaddleCopies)
+    monkeypatch.setenv(CHOICE, "cupy")
+    with pytest.raises(ConfigError, match=f"{CHOICE}=cupy is not known: choose numpy or paddle, or unset it"):
+        runtime.new_copies(device, device)
+
+
+def test_tiers_that_do_not_fit_are_refused():
+    memory = Memory(np.random.default_rng(), layers=2, widths=(16,))
+    with pytest.raises(CacheStateError, match="same roles of the same size"):
+        paddle_ops.PaddleCopies(tensors_of(memory)[:1], memory.host_rows)
 
 
 def test_on_a_gpu_the_operator_runs_on_the_stream_that_is_given(monkeypatch):
