@@ -147,7 +147,7 @@ class CacheController:
 
     @property
     def device_hazards(self) -> HazardTable:
-        """Uses of device slots by who is no copy and no pass are asked and told here, on the worker's thread."""
+        """Uses of device slots by who is no copy and no pass are asked and told here, on any thread."""
         return self._transfers.device_hazards
 
     def late_writes(self, slots: Collection[int]) -> list[Event]:
@@ -243,14 +243,6 @@ class CacheController:
     def drain(self, timeout: float | None = None) -> None:
         """Block until no copy is running. Raises `LayerSwapTimeoutError`. Results stay for `take_results`."""
         self._transfers.drain(timeout)
-
-    def reset(self) -> None:
-        """The scheduler forgot all blocks: wait for running copies, then drop hazards and unreported results.
-
-        Raises `LayerSwapTimeoutError`, nothing dropped, when copies do not end within `layer_timeout_s`.
-        """
-        self._finish_copies()
-        self._transfers.forget()
 
     def free(self, *, keep_host_memory: bool = False) -> None:
         """Give both tiers back once running copies ended; `initialize_kv_cache` may follow. Idempotent.

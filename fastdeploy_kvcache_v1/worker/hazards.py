@@ -2,19 +2,20 @@
 
 There is one rule: a use waits for every earlier use of the same slot that conflicts with it, where reads conflict with
 writes and writes with everything. All cases of a D2H meeting compute, an H2D meeting a D2H, and so on, follow from it.
-The table only names events; streams do the waiting. A use is one event and two bitmaps of slots, so what a question
-costs goes by the uses in flight, not by their slots.
+The table only names events; streams do the waiting. A use is one event and two sets of slots, so what a question
+costs goes by the uses in flight, little by their slots, and not by the size of the tier.
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from ..errors import CacheStateError, InvariantError
+from ..errors import InvariantError
 from .runtime import Event
-from .slot_set import bitmap, slots_of, without
+from .slot_set import SlotSet
 
 
 class Actor(enum.Enum):
@@ -59,51 +60,65 @@ class Dependency(NamedTuple):
         return self.event.done() and not (self.needs_data and self.event.error is not None)
 
 
+_NO_SLOT = SlotSet()
+
+
+class _EverySlot(SlotSet):
+    """What a use touches that may touch any slot."""
+
+    def isdisjoint(self, other: Iterable[int]) -> bool:
+        return not other
+
+
+_EVERY_SLOT = _EverySlot()
+
+
 class _Use:
-    """One operation on a stream, and the slots for which it still counts: bitmaps, see `SlotSet`."""
+    """One operation on a stream, and the slots for which it still counts."""
 
     __slots__ = ("actor", "event", "given_up", "reads", "writes")
 
-    def __init__(self, actor: Actor, event: Event, reads: int, writes: int) -> None:
+    def __init__(self, actor: Actor, event: Event, reads: SlotSet, writes: SlotSet) -> None:
         self.actor = actor
         self.event = event
         self.reads = reads
         self.writes = writes
-        self.given_up = 0
+        self.given_up = _NO_SLOT
         """Those of `writes` that nobody counts on any more."""
 
-    def without_data(self) -> int:
+    def without_data(self) -> SlotSet:
         """Those of `writes` that failed or were given up."""
         return self.writes if self.event.error is not None else self.given_up
 
-    def forget(self, slots: int) -> None:
-        if self.reads & slots:  # mostly not: looking costs a fraction of making new bitmaps
-            self.reads = without(self.reads, slots)
-        if self.writes & slots:
-            self.writes = without(self.writes, slots)
-            self.given_up = without(self.given_up, slots)
+    def forget(self, slots: SlotSet) -> None:
+        if not slots.isdisjoint(self.reads):  # mostly they are: asking costs a fraction of making new sets
+            self.reads -= slots
+        if not slots.isdisjoint(self.writes):
+            self.writes -= slots
+            self.given_up -= slots
 
     @property
     def is_empty(self) -> bool:
         return not (self.reads or self.writes)
 
 
-_EVERY_SLOT = -1
-"""As a bitmap."""
-
-
 class HazardTable:
     """Unfinished uses of the slots `0..num_slots-1` of one tier, and failed writes nobody has repaired yet.
 
-    The caller asks `before`, makes its stream wait, submits, records an event and tells it to `after`. Not
-    thread-safe; events finish on other threads. Each slot counts for its last writer and for the readers since, and
-    there only for the last one of each actor: streams are FIFO, so that one stands for those before it. Each call costs
-    at most one question per event and a few words per thousand slots and use in flight, and finished uses go.
+    The caller asks `before`, makes its stream wait, submits, records an event and tells it to `after`. Each slot counts
+    for its last writer and for the readers since, and there only for the last one of each actor: streams are FIFO, so
+    that one stands for those before it. Each call costs at most one question per event and a few steps per use in
+    flight, however large the tier is, and finished uses go.
+
+    Thread-safe: any thread may call anything; events are asked while the table is locked, and must not ask the table.
+    Of two threads that use the same slots at once, both may hear of nothing before either has told of its use: who
+    gives slots away gives each to one of them.
     """
 
     def __init__(self, name: str, num_slots: int) -> None:
         self.name = name
         self.num_slots = num_slots
+        self._lock = threading.RLock()
         self._uses: list[_Use] = []
         """In the order in which they were recorded."""
         self._anywhere: tuple[Actor, Event] | None = None  # latest use whose slots are unknown: reads and writes all
@@ -117,98 +132,91 @@ class HazardTable:
         nothing needs data, because most slots are not read. A `SlotSet` costs nothing to look at.
         """
         found: dict[int, Dependency] = {}
-        for dependency in self.conflicts(actor, reads, writes):
-            known = found.get(id(dependency.event))
-            if known is None or (dependency.needs_data and not known.needs_data):
-                found[id(dependency.event)] = dependency
-        return [dependency for dependency in found.values() if not dependency.is_over]
+        with self._lock:
+            for dependency in self._conflicts(actor, reads, writes):
+                known = found.get(id(dependency.event))
+                if known is None or (dependency.needs_data and not known.needs_data):
+                    found[id(dependency.event)] = dependency
+            return [dependency for dependency in found.values() if not dependency.is_over]
 
     def after(
         self, actor: Actor, event: Event, *, reads: Iterable[int] | None = (), writes: Collection[int] | None = ()
     ) -> None:
         """Record a use that `before` was asked about and whose stream waits as told. None stands for "any slot"."""
-        if reads is None or writes is None:
-            # Streams are FIFO: the latest such event stands for the earlier ones. Failed writes stay failed.
-            self._anywhere = actor, event
-        written = bitmap(writes or ())
-        read = without(bitmap(reads or ()), written)
-        for use in self._uses:
-            use.forget(written)  # the write has waited for it
-            if use.actor is actor and actor.is_fifo and use.reads & read:
-                use.reads = without(use.reads, read)
-        self._uses.append(_Use(actor, event, read, written))
-        self.prune()
+        written = SlotSet.of(() if writes is None else writes)
+        read = SlotSet.of(() if reads is None else reads)
+        with self._lock:
+            if reads is None or writes is None:
+                # Streams are FIFO: the latest such event stands for the earlier ones. Failed writes stay failed.
+                self._anywhere = actor, event
+            for use in self._uses:
+                if written:
+                    use.forget(written)  # the write has waited for it
+                if use.actor is actor and actor.is_fifo and not use.reads.isdisjoint(read):
+                    use.reads -= read
+            self._uses.append(_Use(actor, event, read, written))
+            self.prune()
 
     def fail(self, slots: Iterable[int], event: Event) -> None:
         """The write recorded with `event` was given up, though it may still happen: its slots hold no data."""
-        given_up = bitmap(slots)
-        for use in self._uses:
-            if use.event is event:
-                use.given_up |= use.writes & given_up
+        given_up = SlotSet.of(slots)
+        with self._lock:
+            for use in self._uses:
+                if use.event is event:
+                    use.given_up |= use.writes & given_up
 
     def failed(self, slots: Iterable[int]) -> list[int]:
         """Those of `slots` whose last write failed or was given up."""
-        without_data = 0
-        for use in self._uses:
-            without_data |= use.without_data()
-        return [slot for slot in slots if without_data >> slot & 1] if without_data else []
+        with self._lock:
+            without_data = SlotSet.union(use.without_data() for use in self._uses)
+        return [slot for slot in slots if slot in without_data] if without_data else []
 
     def refilled(self, slots: Iterable[int]) -> None:
         """What is no stream has filled `slots`, after every earlier use of them: a failed write is repaired."""
-        filled, repaired = bitmap(slots), 0
-        for use in self._uses:
-            repaired |= use.without_data() & filled
-        if repaired:
-            for use in self._uses:
-                use.forget(repaired)
-            self._drop_empty()
+        filled = SlotSet.of(slots)
+        with self._lock:
+            repaired = SlotSet.union(use.without_data() for use in self._uses) & filled
+            if repaired:
+                for use in self._uses:
+                    use.forget(repaired)
+                self._drop_empty()
 
     def prune(self) -> None:
         """Forget finished uses. Runs by itself. A stream is FIFO: behind a use that is not done it is not asked."""
         busy: set[Actor] = set()
-        for use in self._uses:
-            if use.actor in busy:
-                continue
-            if not use.event.done():
-                if use.actor.is_fifo:
-                    busy.add(use.actor)
-            else:  # in this order: a writer that fails meanwhile has to be seen
-                use.reads, use.writes = 0, use.without_data()
-        self._drop_empty()
-        if self._anywhere is not None and self._anywhere[1].done():  # it may be older than what is busy
-            self._anywhere = None
+        with self._lock:
+            for use in self._uses:
+                if use.actor in busy:
+                    continue
+                if not use.event.done():
+                    if use.actor.is_fifo:
+                        busy.add(use.actor)
+                else:  # in this order: a writer that fails meanwhile has to be seen
+                    use.reads, use.writes = _NO_SLOT, use.without_data()
+            self._drop_empty()
+            if self._anywhere is not None and self._anywhere[1].done():  # it may be older than what is busy
+                self._anywhere = None
 
     def _drop_empty(self) -> None:
         self._uses = [use for use in self._uses if not use.is_empty]
 
-    def clear(self) -> None:
-        """Forget everything, failed writes too. Only when no copy is in flight."""
-        self.prune()
-        busy = 0
-        for use in self._uses:
-            busy |= use.reads | without(use.writes, use.without_data())
-        if busy:
-            raise CacheStateError(f"{self.name} slots {slots_of(busy)} are still in use by copies")
-        self._uses.clear()
-
     def __len__(self) -> int:
         """Slots the table remembers anything about."""
-        slots = 0
-        for use in self._uses:
-            slots |= use.reads | use.writes
-        return slots.bit_count()
+        with self._lock:
+            return len(SlotSet.union(slots for use in self._uses for slots in (use.reads, use.writes)))
 
     @property
     def num_uses(self) -> int:
         """Operations the table remembers."""
-        return len(self._uses)
+        with self._lock:
+            return len(self._uses)
 
-    def conflicts(
+    def _conflicts(
         self, actor: Actor, reads: Iterable[int] | None, writes: Collection[int] | None
     ) -> Iterator[Dependency]:
         """Every remembered use that conflicts, but those of the same stream, once per hazard; finished ones as well."""
-        written = _EVERY_SLOT if writes is None else bitmap(writes)
-        read = without(_EVERY_SLOT if reads is None else bitmap(reads), written)
+        written = _EVERY_SLOT if writes is None else SlotSet.of(writes)
+        read = _NO_SLOT if writes is None else _EVERY_SLOT if reads is None else SlotSet.of(reads)
         after_write = Hazard.WRITE_AFTER_WRITE if reads is None else Hazard.READ_AFTER_WRITE
         stream = actor if actor.is_fifo else None
         if self._anywhere is not None and self._anywhere[0] is not stream:
@@ -217,35 +225,34 @@ class HazardTable:
         for use in self._uses:
             if use.actor is stream:
                 continue
-            if use.writes & written:
+            if not written.isdisjoint(use.writes):
                 yield Dependency(use.event, use.actor, actor, Hazard.WRITE_AFTER_WRITE)
-            if use.writes & read:
+            if not read.isdisjoint(use.writes) and not read.isdisjoint(use.writes - written):
                 yield Dependency(use.event, use.actor, actor, after_write)
-            if use.reads & written:
+            if not written.isdisjoint(use.reads):
                 yield Dependency(use.event, use.actor, actor, Hazard.WRITE_AFTER_READ)
 
     def check(self) -> None:
         """Raises `InvariantError`."""
-        written = 0
-        readers: dict[Actor, int] = dict.fromkeys(Actor, 0)
-        for use in self._uses:
-            # Only slots of this tier are remembered, and only for a use.
-            if (use.reads | use.writes).bit_length() > self.num_slots:
-                highest = (use.reads | use.writes).bit_length() - 1
-                raise InvariantError(f"{self.name} hazards name slot {highest} of {self.num_slots}")
-            if use.is_empty:
-                raise InvariantError(f"{self.name} hazards remember a use of no slot")
-            # A slot has one last writer, and since then one last reader of each actor that is a stream.
-            if use.writes & written or use.reads & readers[use.actor]:
-                doubled = slots_of(use.writes & written | use.reads & readers[use.actor])
-                raise InvariantError(f"{self.name} slots {doubled} have two last uses of one kind")
-            if any(use.writes & of_actor for of_actor in readers.values()):
-                raise InvariantError(f"{self.name} hazards remember a reader from before a write")
-            # A given-up write is a write.
-            if use.given_up & ~use.writes:
-                raise InvariantError(
-                    f"{self.name} slots {slots_of(use.given_up & ~use.writes)} failed without a writer"
-                )
-            written |= use.writes
-            if use.actor.is_fifo:
-                readers[use.actor] |= use.reads
+        written = _NO_SLOT
+        readers: dict[Actor, SlotSet] = dict.fromkeys(Actor, _NO_SLOT)
+        with self._lock:
+            for use in self._uses:
+                # Only slots of this tier are remembered, and only for a use.
+                highest = max(use.reads | use.writes, default=-1)
+                if highest >= self.num_slots:
+                    raise InvariantError(f"{self.name} hazards name slot {highest} of {self.num_slots}")
+                if use.is_empty:
+                    raise InvariantError(f"{self.name} hazards remember a use of no slot")
+                # A slot has one last writer, and since then one last reader of each actor that is a stream.
+                doubled = use.writes & written | use.reads & readers[use.actor]
+                if doubled:
+                    raise InvariantError(f"{self.name} slots {list(doubled)} have two last uses of one kind")
+                if any(not use.writes.isdisjoint(of_actor) for of_actor in readers.values()):
+                    raise InvariantError(f"{self.name} hazards remember a reader from before a write")
+                # A given-up write is a write.
+                if use.given_up - use.writes:
+                    raise InvariantError(f"{self.name} slots {list(use.given_up - use.writes)} failed without a writer")
+                written |= use.writes
+                if use.actor.is_fifo:
+                    readers[use.actor] |= use.reads

@@ -298,13 +298,6 @@ class CacheTransferManager:
             if not transfer.finished.wait_done(left):
                 raise LayerSwapTimeoutError(f"the copies of step {transfer.step} were not done within {timeout} s")
 
-    def forget(self) -> None:
-        """Drop all hazards and unreported results. Only after `drain` and with compute idle."""
-        for hazards in self._hazards.values():
-            hazards.clear()
-        self._unreported.clear()
-        self._stale.clear()
-
     def close(self) -> None:
         """End the streams, and give up what the copies hold. Idempotent."""
         for stream in self._streams.values():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+from functools import partial
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
+from fastdeploy_kvcache_v1.errors import InvariantError
+from fastdeploy_kvcache_v1.worker import slot_set
 from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, HazardTable, _Use
 from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
@@ -102,33 +106,84 @@ def test_a_use_that_has_ended_goes_whatever_still_runs_before_it():
     assert table.num_uses == 2
 
 
-def test_clearing_refuses_while_copies_run():
-    table, event = HazardTable("device", 4), CpuEvent()
-    table.after(IN, event, writes=(1,))
-    with pytest.raises(CacheStateError, match=r"device slots \[1\] are still in use"):
-        table.clear()
-    event.finish(OSError("gone"))
-    assert table.failed(range(4)) == [1]
-    table.clear()
-    assert table.failed(range(4)) == []
-
-
 @pytest.mark.parametrize(
     ("uses", "message"),
     [
-        # actor, bitmaps of slots that are read and written
-        ([(IN, 0, 1), (OUT, 0, 1)], r"slots \[0\] have two last uses"),
-        ([(IN, 6, 0), (IN, 2, 0)], r"slots \[1\] have two last uses"),
-        ([(IN, 1, 0), (OUT, 0, 1)], "a reader from before a write"),
-        ([(IN, 0, 0)], "a use of no slot"),
-        ([(IN, 0, 1 << 9)], "slot 9 of 4"),
+        # actor, slots that are read and written
+        ([(IN, (), (0,)), (OUT, (), (0,))], r"slots \[0\] have two last uses"),
+        ([(IN, (1, 2), ()), (IN, (1,), ())], r"slots \[1\] have two last uses"),
+        ([(IN, (0,), ()), (OUT, (), (0,))], "a reader from before a write"),
+        ([(IN, (), ())], "a use of no slot"),
+        ([(IN, (), (9,))], "slot 9 of 4"),
     ],
 )
 def test_check_sees_what_no_order_of_uses_leaves(uses, message):
     table = HazardTable("device", 4)
-    table._uses = [_Use(actor, CpuEvent(), reads, writes) for actor, reads, writes in uses]
+    table._uses = [_Use(actor, CpuEvent(), SlotSet.of(reads), SlotSet.of(writes)) for actor, reads, writes in uses]
     with pytest.raises(InvariantError, match=message):
         table.check()
+
+
+def test_check_sees_a_write_that_was_given_up_and_is_none():
+    table = HazardTable("device", 4)
+    table.after(IN, CpuEvent(), writes=(1,))
+    table._uses[0].given_up = SlotSet.of((1, 2))
+    with pytest.raises(InvariantError, match=r"slots \[2\] failed without a writer"):
+        table.check()
+
+
+def test_nothing_grows_with_the_size_of_the_tier():
+    """A bit for each slot of this one would be 128 GiB."""
+    num_slots = 1 << 40
+    table, far = HazardTable("host", num_slots), [num_slots - 1 - 1000 * index for index in range(300)]
+    written, read = CpuEvent(), CpuEvent()
+    table.after(IN, written, writes=far[:32])
+    table.after(OUT, read, reads=range(2000))
+    assert [wait.event for wait in table.before(OUT, reads=far)] == [written]
+    assert [wait.event for wait in table.before(IN, writes=[*far[100:], 7])] == [read]
+    table.after(IN, CpuEvent(), reads=far[32:], writes=[0, *far[16:40]])
+    assert (len(table), table.num_uses) == (1999 + 16 + 1 + 24 + 260, 3)
+    table.fail(far, written)
+    assert table.failed([*far, 3]) == far[:16]
+    table.refilled(far)
+    assert table.failed(far) == []
+    table.check()
+
+
+def test_any_thread_may_ask_and_tell():
+    table, wrong = HazardTable("device", 24), []
+
+    def use(number: int) -> None:
+        rng, actor, own = random.Random(number), list(Actor)[number % len(Actor)], 20 + number
+        try:
+            for _ in range(150):
+                event, mine = CpuEvent(), CpuEvent()
+                slots = rng.sample(range(20), 3)
+                table.before(actor, reads=slots[:2], writes=slots[1:])
+                table.after(actor, event, reads=slots[:2], writes=slots[1:])
+                table.after(Actor.REMOTE, mine, writes=(own,))
+                rng.choice([table.refilled, table.failed, partial(table.fail, event=event)])(slots)
+                assert [wait.event for wait in table.before(Actor.REMOTE, reads=(own,))] == [mine], "it was lost"
+                assert len(table) >= 1 <= table.num_uses
+                table.check()
+                mine.finish()
+                event.finish(rng.choice([None, OSError("gone")]))
+        except Exception as error:
+            wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == []
+    table.prune()
+    table.check()
 
 
 # ---- slot by slot
@@ -153,7 +208,10 @@ def slots_of(rng: random.Random, num_slots: int) -> object:
 
 @pytest.mark.parametrize("num_slots", [1, 6, 70])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_answer_is_that_of_the_rules_slot_by_slot(seed, num_slots):
+def test_every_answer_is_that_of_the_rules_slot_by_slot(seed, num_slots, monkeypatch):
+    if seed % 2:  # small sets as bitmaps, too
+        monkeypatch.setattr(slot_set, "_FEW", 0)
+        monkeypatch.setattr(slot_set, "_SPREAD", 4)
     rng = random.Random(f"{seed} {num_slots}")
     table, model = HazardTable("device", num_slots), SlotBySlot(num_slots)
     streams: dict[Actor, list[CpuEvent]] = {actor: [] for actor in Actor}

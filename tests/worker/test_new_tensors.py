@@ -75,4 +75,4 @@ def test_later_steps_ask_nothing_about_a_fill_that_has_ended(rig):
     rig.runtime.hold(COMPUTE)
     rig.controller.after_compute((), (1,))  # a pass that runs on and on, as there is always one on a busy GPU
     table = rig.controller.device_hazards
-    assert [*table.conflicts(Actor.INPUT, (), (2,))] == [], "of whatever use, ended or not"
+    assert [*table._conflicts(Actor.INPUT, (), (2,))] == [], "of whatever use, ended or not"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...worker.ops.rows import ranges
-from ...worker.slot_set import SlotSet, bitmap
+from ...worker.slot_set import SlotSet
 from ..task_kind import TaskKind
 from ..transport import RunningRow
 
@@ -41,16 +41,17 @@ class _Row:
 
     def __init__(self, table: list[int]) -> None:
         self.table = table
-        self.slots = bitmap(table)
-        self.extended = 0
-        """Slots of an extend task, as a bitmap."""
+        self.slots = SlotSet.of(table)
+        self.extended = SlotSet()
+        """Slots of an extend task."""
 
     def take(self, table: list[int]) -> int:
         """FastDeploy gives a longer table whole. Returns how many blocks of the old one it begins with: all or 0."""
         known = len(self.table)
         if table[:known] != self.table:
             known = 0
-        self.slots = (self.slots if known else 0) | bitmap(table[known:])
+        more = SlotSet.of(table[known:])
+        self.slots = self.slots | more if known else more
         self.table = table
         return known
 
@@ -77,7 +78,7 @@ class RunningTables:
         """Rows whose chunk the next pass computes: where they may write after it, from below and from above."""
         self._tables: Numbers = np.zeros((0, 0), np.int64)
         """`[row, block]`: slots; behind a row's table anything."""
-        self._read: int | None = 0
+        self._read: SlotSet | None = SlotSet()
         self._written: SlotSet | None = None
         """What `read` and `written` say until something changes; None when it has to be found out."""
 
@@ -90,7 +91,7 @@ class RunningTables:
                 row = self._row(task.idx)
                 known = row.take(list(map(int, task.block_tables)))
                 self._keep(task.idx, row.table, known)
-                self._read = self._read | row.slots if known and self._read is not None else None
+                self._read = self._read | row.table[known:] if known and self._read is not None else None
                 continue
             self._read = None
             if kind == TaskKind.PREFILL:
@@ -98,7 +99,7 @@ class RunningTables:
                 start, end = task.prefill_start_index, task.prefill_end_index
                 self._begin(task.idx, table, start=start, end=end, low=end)
             elif kind == TaskKind.EXTEND:
-                self._row(task.idx).extended |= bitmap(list(map(int, task.extend_block_tables)))
+                self._row(task.idx).extended |= map(int, task.extend_block_tables)
             else:
                 self._rows.pop(task.idx, None)
                 self._chunks.pop(task.idx, None)
@@ -164,21 +165,17 @@ class RunningTables:
             low, stop, _, num_blocks = self._numbers.take(rows, axis=1)
             first = low // self._block_size
             counts = np.maximum(np.minimum(-(-stop // self._block_size), num_blocks) - first, 0)
-            slots = bitmap(self._tables[np.repeat(rows, counts), ranges(first, counts)])
-            for row in self._rows.values():
-                slots |= row.extended
-            self._written = SlotSet(slots)
+            slots = SlotSet.of(self._tables[np.repeat(rows, counts), ranges(first, counts)])
+            self._written = SlotSet.union((slots, *(row.extended for row in self._rows.values())))
         return self._written
 
     def read(self) -> SlotSet:
         """Slots that the next pass may read or write: all of the rows' tables."""
         if self._read is None:
-            self._read = 0
-            for row in self._rows.values():
-                self._read |= row.slots | row.extended
-        return SlotSet(self._read)
+            self._read = SlotSet.union(slots for row in self._rows.values() for slots in (row.slots, row.extended))
+        return self._read
 
     def clear(self) -> None:
         self._rows.clear()
         self._chunks.clear()
-        self._read, self._written = 0, None
+        self._read, self._written = SlotSet(), None

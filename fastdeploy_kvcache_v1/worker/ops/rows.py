@@ -209,16 +209,15 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     """Validate a slot list and coalesce it: the fewest runs that copy `sources[i]` to `targets[i]`.
 
     Raises `CacheStateError`, before anything was touched, for unequal lengths, ids out of range, or a target that
-    is written twice. O(n log n), and a byte per target row; the runs come in the order of their sources.
+    is written twice. O(n log n), whatever the size of the tiers; the runs come in the order of their sources.
     """
     if len(sources) != len(targets):
         raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
     if not sources:
         return CopyRuns(np.empty((0, 3), np.int64))
     source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
-    is_written = np.zeros(num_targets, np.bool_)
-    is_written[target] = True
-    if np.count_nonzero(is_written) < len(target):
+    written = np.sort(target)
+    if (written[1:] == written[:-1]).any():
         raise CacheStateError(f"a copy writes a target slot twice: {sorted(targets)}")
     pairs = np.sort(source * num_targets + target)  # one key sorts several times as fast as two
     source, target = np.divmod(pairs, num_targets)

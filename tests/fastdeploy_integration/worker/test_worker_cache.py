@@ -187,7 +187,7 @@ def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(virtual):
     virtual.end_forward()
     uses = virtual._controller._transfers._device_hazards._uses
     (use,) = [use for use in uses if use.actor is Actor.COMPUTE]
-    assert (use.reads | use.writes, use.writes) == (0b1110, 0b110)
+    assert (use.reads | use.writes, use.writes) == ({1, 2, 3}, {1, 2})
 
 
 def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache):

@@ -60,6 +60,13 @@ def test_bad_slots_are_refused(sources, targets, message, kind):
         plan_runs(kind(sources), kind(targets), num_sources=8, num_targets=9)
 
 
+def test_a_plan_does_not_grow_with_the_tiers():
+    """A byte for each slot of this one would be a TiB."""
+    far = (1 << 40) - 3
+    runs = plan_runs([5, 9, 4], [far + 1, 0, far], num_sources=1 << 20, num_targets=1 << 40)
+    assert list(runs) == [CopyRun(4, far, 2), CopyRun(9, 0, 1)]
+
+
 @pytest.mark.parametrize(
     ("num_rows", "row_bytes", "pitch", "address"), [(0, 1, 1, 1), (1, 0, 1, 1), (1, 2, 1, 1), (1, 1, 1, 0)]
 )
