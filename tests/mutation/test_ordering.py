@@ -1,6 +1,7 @@
 """A worker that forgets a wait is noticed: by the world's ranks, or by the tests that forgotten_waits.txt names.
+So is a launcher of copies that makes a mistake (launcher_mistakes.txt).
 
-One process per wait. That nothing is noticed without a change, tests/world and the named tests show.
+One process for each. That nothing is noticed without a change, tests/world and the named tests show.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tests.mutation.driver import PACKAGE, ROOT
 
 LIST = Path(__file__).with_name("forgotten_waits.txt")
 FORGOTTEN = read(LIST)
+LAUNCHER = read(LIST.with_name("launcher_mistakes.txt"))
 SEEDS = 20
 
 
@@ -39,6 +41,18 @@ def test_a_forgotten_wait_is_noticed(tmp_path, change):
         done = run("tests.world.mutations", "--here", f"--of={LIST}", f"--seeds={SEEDS}", "--", change.name)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         return
+    require_failure(change.tests, module, changed)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("change", LAUNCHER, ids=lambda change: change.name)
+def test_a_mistake_of_the_launcher_is_noticed(tmp_path, change):
+    module, changed = PACKAGE / change.file, tmp_path / "changed.py"
+    changed.write_text(change.applied_to(module.read_text()))
+    require_failure(change.tests, module, changed)
+
+
+def require_failure(tests, module, changed):
     options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "tests.mutation.early")
-    done = run("pytest", *options, change.tests, MUTANT=f"{module}:{changed}")
+    done = run("pytest", *options, tests, MUTANT=f"{module}:{changed}")
     assert (done.returncode, " failed" in done.stdout) == (1, True), done.stdout + done.stderr

@@ -1,0 +1,218 @@
+"""The launcher over the fake driver: which way a copy goes, what is uploaded when, and what holds the interpreter lock.
+
+Nothing in this file shows that CUDA does what its documentation says.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.errors import TransferError
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, plan_runs
+from fastdeploy_kvcache_v1.worker.ops.driver import Driver
+from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda
+from tests.gpu.stand_in.fake_driver import COMPUTE
+from tests.worker.ops.copies import Memory, on_device, only
+
+EVERY_WAY = Rates(
+    {
+        "kernel": dict.fromkeys((True, False), (Timing(16, 20, 20),)),
+        "batch": dict.fromkeys((True, False), (Timing(16, 30, 10),)),
+        "runs": dict.fromkeys((True, False), (Timing(16, 90, 5),)),
+    },
+    reach=1 << 40,
+)
+
+
+class Copying:
+    """Copies of a small cache on the fake GPU; host memory is page-locked unless it is said."""
+
+    def __init__(self, gpu, rates, *, locked=True, **sizes):
+        self.gpu, self.memory = gpu, Memory(np.random.default_rng(2), **sizes)
+        self.expected = self.memory.bytes.copy()
+        self.tiers = self.memory.tiers_in(self.expected)
+        if locked:
+            gpu.call("cuMemHostRegister", self.memory.bytes.ctypes.data, self.memory.bytes.nbytes, 3)
+        self.runtime = CudaRuntime(compute_handle=COMPUTE, rates=rates)
+        rows = on_device(gpu, self.memory.device_rows, self.memory.bytes)
+        self.copies = self.runtime.new_copies(rows, self.memory.host_rows)
+        self.streams = {to_device: self.runtime.new_stream(str(to_device)) for to_device in (True, False)}
+
+    def submit(self, of, to, *, to_device, layers=None):
+        """All layers at once, or those named, one by one."""
+        stream, num = self.streams[to_device], len(self.memory.tiers.host)
+        runs = plan_runs(of, to, num_sources=num, num_targets=num)
+        stream.begin()
+        if layers is None:
+            stream.submit(partial(self.copies.all_layers, stream, runs, to_device=to_device))
+        for layer in layers or ():
+            stream.submit(partial(self.copies.layer, stream, layer, runs, to_device=to_device))
+        for layer in range(len(self.tiers.device)) if layers is None else layers:
+            for device, host in zip(self.tiers.device[layer], self.tiers.host_roles[layer], strict=True):
+                (target, source) = (device, host) if to_device else (host, device)
+                target[to] = source[of]
+        return stream.record_event()
+
+    def entries(self, *names):
+        return [entry[0] for entry in self.gpu.log if entry[0] in names]
+
+    def require_right(self):
+        self.gpu.run_all()
+        assert self.gpu.faults == []
+        assert np.flatnonzero(self.memory.bytes != self.expected).tolist() == []
+
+    def close(self):
+        self.runtime.close()
+        self.copies.close()
+
+
+@pytest.mark.parametrize(
+    ("slots", "way"),
+    [([0, 2, 4, 6, 8], "kernel"), ([0, 1, 2, 4, 5], "batch"), ([*range(16)], "copy 2D")],
+)
+def test_the_fastest_way_is_looked_up_by_the_runs(gpu, slots, way):
+    with closing(Copying(gpu, EVERY_WAY, layers=2, widths=(16,), device_slots=20, host_slots=20)) as one:
+        one.submit(slots, slots, to_device=True, layers=[0, 1])
+        assert {*one.entries("kernel", "batch", "copy 2D")} == {way}
+        one.require_right()
+
+
+def test_a_plan_is_uploaded_once_for_all_its_layers(gpu):
+    with closing(Copying(gpu, only("kernel"), layers=5)) as one:
+        gpu.log.clear()
+        one.submit([0, 3], [5, 1], to_device=True, layers=range(5))
+        assert one.entries("copy", "kernel") == ["copy", *["kernel"] * 5]
+        one.submit([1, 4], [0, 3], to_device=True, layers=[2])
+        one.submit([2, 4], [2, 5], to_device=False)
+        assert one.entries("copy", "kernel")[6:] == ["copy", "kernel"] * 2
+        one.require_right()
+
+
+@pytest.mark.parametrize("way", ["kernel", "batch", "runs"])
+def test_steps_that_nobody_waits_for_do_not_meet(gpu, way):
+    """Both directions, step behind step: each has its plan, and what an upload reads is there until it has read it."""
+    gpu.progress_on_query = False
+    rng = np.random.default_rng(5)
+    with closing(Copying(gpu, only(way), layers=3, widths=(32, 12), device_slots=64, host_slots=64)) as one:
+        for turn in range(8):
+            mine = [int(slot) for slot in rng.permutation(8) + 8 * turn]
+            one.submit(mine[:3], mine[1:4], to_device=False)
+            one.submit(mine[5:], mine[4:7], to_device=True, layers=[2, 0, 1])
+        one.require_right()
+        for stream in one.streams.values():
+            assert stream.record_event().error is None
+
+
+def test_the_memory_of_an_upload_goes_when_it_was_read(gpu):
+    with closing(Copying(gpu, only("kernel"))) as one:
+        before = len(gpu.registered)
+        for _ in range(20):
+            one.submit([0], [1], to_device=False).wait()
+        assert len(gpu.registered) <= before + 2
+    assert len(gpu.registered) == before
+
+
+def test_what_a_pool_holds_on_the_gpu_is_given_back(gpu):
+    before = len(gpu._memory)
+    with closing(Copying(gpu, only("kernel"))):
+        assert len(gpu._memory) == before + 3, "rows, and a plan for each direction"
+    assert len(gpu._memory) == before
+
+
+def test_rows_that_were_not_uploaded_yet_are_waited_for(gpu):
+    """The call may return while they are on their way, and copy streams wait for nobody."""
+    gpu.progress_on_query = False
+    with closing(Copying(gpu, only("kernel"))) as one:
+        assert not gpu._streams[0].queue
+        one.submit([0], [1], to_device=True, layers=[0])
+        one.require_right()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        ({"cuModuleLoadData": 209}, "the driver refuses it: cuModuleLoadData: CUDA error 209"),
+        ({"cuMemAlloc": 2}, "the driver refuses it: cudaError2: cuMemAlloc"),
+        ({"cuMemHostGetDevicePointer": 1}, "kernels do not reach the host memory: cuMemHostGetDevicePointer"),
+    ],
+)
+def test_without_a_kernel_the_next_way_copies(gpu, spoil, reason, caplog):
+    gpu.statuses |= spoil
+    with closing(Copying(gpu, EVERY_WAY, device_slots=20, host_slots=20)) as one:
+        gpu.statuses.clear()
+        assert one.copies.left["kernel"].startswith(reason)
+        assert f"do without kernel: {reason}" in caplog.text
+        one.submit([0, 2, 4, 6], [0, 3, 5, 7], to_device=True, layers=[0, 1])
+        assert {*one.entries("kernel", "batch", "copy 2D")} == {"batch"}
+        one.require_right()
+
+
+def test_a_tier_beyond_what_was_tried_goes_by_plain_copies(gpu):
+    for reach, ways in ((20 * 40, {"copy 2D"}), (1 << 20, {"kernel"})):
+        gpu.log.clear()
+        rates = Rates(EVERY_WAY.timings, reach=reach)
+        with closing(Copying(gpu, rates, layers=1, widths=(48,), device_slots=20, host_slots=20)) as one:
+            one.submit([0, 2], [0, 3], to_device=True, layers=[0])
+            assert {*one.entries("kernel", "batch", "copy 2D")} == ways
+            one.require_right()
+
+
+def test_a_call_that_the_driver_refuses_fails_its_unit_and_no_other(gpu):
+    with closing(Copying(gpu, only("kernel"))) as one:
+        gpu.statuses["cuLaunchKernel"] = 1
+        expected = one.expected.copy()
+        failed = one.submit([0], [1], to_device=True, layers=[0])
+        gpu.statuses.clear()
+        one.expected[:] = expected
+        one.submit([2], [3], to_device=True, layers=[0])
+        with pytest.raises(TransferError, match="cuLaunchKernel: CUDA error 1"):
+            failed.wait()
+        one.require_right()
+
+
+def test_a_stream_with_many_open_calls_gives_the_interpreter_lock_away(gpu, monkeypatch):
+    """And keeps it again when they have run."""
+    gpu.progress_on_query = False
+    runtime, kept = CudaRuntime(compute_handle=COMPUTE), []
+    call = Driver.call
+    monkeypatch.setattr(
+        Driver, "call", lambda self, *given, keeps_lock=False: kept.append(keeps_lock) or call(self, *given)
+    )
+    stream = runtime.new_stream("in")
+    for _ in range(cuda.MOST_OPEN + 10):
+        stream.record_event()
+    assert kept == [True] * cuda.MOST_OPEN + [False] * 10
+    gpu.run_all()
+    stream.record_event()
+    assert kept[-1]
+    runtime.compute_stream.record_event()
+    assert not kept[-1], "how much Paddle has queued there is not known"
+
+
+@pytest.mark.parametrize("missing", ["cuLaunchKernel", "cuMemcpyBatchAsync"])
+def test_a_function_that_the_driver_lacks_is_named(gpu, missing):
+    gpu.missing.add(missing)
+    way = "kernel" if missing == "cuLaunchKernel" else "batch"
+    with closing(Copying(gpu, only(way))) as one:
+        failed = one.submit([0], [1], to_device=True, layers=[0])
+        with pytest.raises(TransferError, match=f"this CUDA driver has no {missing}: install a newer one"):
+            failed.wait()
+
+
+def test_sides_of_other_sizes_are_refused(gpu):
+    row = LayerRows([BlockRows(4096, 4, 16, 16)])
+    with pytest.raises(Exception, match="same roles of the same size"):
+        CudaRuntime(compute_handle=COMPUTE).new_copies([row], [row, row])
+
+
+def test_times_of_ways_are_between_those_that_were_measured():
+    timing = Timing(1024, apart=160.0, joined=10.0)
+    assert timing.of_copy(16, 16) == pytest.approx(16 * 160)
+    assert timing.of_copy(16, 1) == pytest.approx(16 * 10)
+    assert timing.of_copy(16, 1) < timing.of_copy(16, 4) < timing.of_copy(16, 16)
+    assert Timing(1024, apart=5.0, joined=9.0).of_copy(16, 16) >= 0
