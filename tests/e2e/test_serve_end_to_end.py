@@ -142,7 +142,7 @@ def test_signal_while_streaming_answers_and_leaves_nothing(tmp_path, number):
 def test_signal_while_starting_leaves_nothing(tmp_path):
     server = ServerProcess(tmp_path)
     try:
-        wait_until(lambda: any(server.temp_dir.iterdir()), "the start of the worker")
+        wait_until(lambda: psutil.Process(server.process.pid).children() != [], "the start of the worker")
         assert server.stop() == 0, server.stderr
         server.assert_nothing_left()
         assert server.stdout == ""

@@ -24,7 +24,7 @@ from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
 from ...transfer.role_info import RankInfo
 from ..settings import ServerConfig
-from .messages import WorkerLaunch, storage_addresses
+from .messages import WorkerLaunch
 from .rank_process import POLL_S, STOP_TIMEOUT_S, Answer, RankProcess
 
 __all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError"]
@@ -63,23 +63,28 @@ class ProcessWorkerClient:
         self._ranks: list[RankProcess] = []
         self._is_dead = threading.Lock()
         """Held once the end of one rank was told: what becomes of the others follows from it."""
-        self._directory = _private_directory()
+        self._directory: Path | None = None
+        """Where storage agents meet the engine, until every rank is ready."""
         self.storage: StorageLink | None = None
         """To the workers' storage agents, if there is storage."""
-        """Name of the implementation behind every copy op of the workers."""
         self.copy_paths: list[tuple[CopyPath, ...]] = []
         """How each rank copies."""
         self.rank_infos: list[RankInfo] = []
         """Where other servers reach each rank, with a role."""
         try:
+            addresses = [("", "")] * config.tensor_parallel_size
             if config.storage is not None:
-                self.storage = _bind_storage(self._directory, config.storage, config.tensor_parallel_size)
+                self._directory = _private_directory()
+                results = f"ipc://{self._directory / 'storage-results'}"
+                names = (f"storage-commands{rank}" for rank in range(config.tensor_parallel_size))
+                addresses = [(f"ipc://{self._directory / name}", results) for name in names]
+                self.storage = _bind_storage(config.storage, addresses)
             for rank, peers in enumerate(rank_pipes(config.tensor_parallel_size)):
                 launch = WorkerLaunch(
                     config=config,
                     namespace=namespace,
                     rank=rank,
-                    directory=self._directory,
+                    storage_addresses=addresses[rank],
                     parent_pid=os.getpid(),
                 )
                 self._ranks.append(RankProcess(launch, peers, on_poll=self._require_start))
@@ -139,15 +144,15 @@ class ProcessWorkerClient:
             on_death(reason)
 
     def _remove_directory(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _bind_storage(directory: Path, settings: StorageSettings, num_ranks: int) -> StorageLink:
-    addresses = [storage_addresses(directory, rank) for rank in range(num_ranks)]
+def _bind_storage(settings: StorageSettings, addresses: list[tuple[str, str]]) -> StorageLink:
     try:
         return make_link(settings, [commands for commands, _ in addresses], addresses[0][1])
     except zmq.ZMQError as error:
-        raise ConfigError(f"cannot make a socket in {directory}: {error}") from None
+        raise ConfigError(f"cannot make a socket at {addresses[0][1]}: {error}") from None
 
 
 def _private_directory() -> Path:

@@ -8,7 +8,6 @@ between two steps, and with a role `TransferNews` of leases and fetches that end
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...metadata import CopyPath
 from ...storage.namespace import Namespace
@@ -24,14 +23,9 @@ class WorkerLaunch:
     namespace: Namespace | None = None
     """Of its blocks, where a store or another server has some."""
     rank: int = 0
-    directory: Path
-    """Where storage agents meet the engine, until every rank is ready."""
+    storage_addresses: tuple[str, str] = ("", "")
+    """Of its storage agent's commands and answers, with storage."""
     parent_pid: int = 0
-
-
-def storage_addresses(directory: Path, rank: int) -> tuple[str, str]:
-    """Commands for one rank's storage agent, and the answers of all."""
-    return f"ipc://{directory / f'storage-commands{rank}'}", f"ipc://{directory / 'storage-results'}"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ...transfer.rank_transfers import RankTransfers
 from ...transfer.role_info import RankInfo
 from ...worker.cache_controller import CacheController
 from ...worker.ops.copies import cpu_paths
-from .messages import WorkerLaunch, WorkerReady, storage_addresses
+from .messages import WorkerLaunch, WorkerReady
 from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def main() -> int:
         level=launch.config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s worker{launch.rank or ''} %(name)s: %(message)s",
     )
-    agent = make_agent(launch.config.storage, storage_addresses(launch.directory, launch.rank), launch.rank)
+    agent = make_agent(launch.config.storage, launch.storage_addresses, launch.rank)
     ranks = Ranks(launch.rank, peers, size=launch.config.tensor_parallel_size)  # the engine notices when one ends
     return _serve(launch, link, ranks, agent)
 

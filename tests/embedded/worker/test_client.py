@@ -65,6 +65,10 @@ def running(config, **options):
     assert not any(process.is_running() for process in processes)
 
 
+def stored_in(directory):
+    return StorageSettings.of_flags("file", directory=f"{directory}/store", gib=1, prefetch="best_effort")
+
+
 def name_of(rank, config):
     return "the worker process" + ("" if config is ONE else f" of rank {rank}")
 
@@ -76,25 +80,23 @@ over_ranks = pytest.mark.parametrize(("config", "rank"), [(ONE, 0), (TWO, 0), (T
     ("owner", "name", "error", "message"),
     [
         (tempfile, "mkdtemp", OSError, "cannot make a temporary directory: "),
-        (zmq.Socket, "bind", zmq.ZMQError, "cannot make a socket in "),
+        (zmq.Socket, "bind", zmq.ZMQError, "cannot make a socket at "),
     ],
 )
 def test_a_full_disk_is_one_line_and_leaves_nothing(temp_dir, monkeypatch, owner, name, error, message):
-    storage = StorageSettings.of_flags("file", directory=temp_dir + "/store", gib=1, prefetch="best_effort")
-
     def no_space(*arguments, **options):
         raise error(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(owner, name, no_space)
     with pytest.raises(ConfigError, match=f"{message}.*No space left on device"):
-        ProcessWorkerClient(replace(ONE, storage=storage))
+        ProcessWorkerClient(replace(ONE, storage=stored_in(temp_dir)))
     assert os.listdir(temp_dir) == []
 
 
 @pytest.mark.process
 def test_every_rank_answers_with_the_same_token_and_no_name_is_left(temp_dir):
     """Names are gone once the server is ready: a SIGKILL leaves nothing behind."""
-    with running(TWO) as (client, listener, _):
+    with running(replace(TWO, storage=stored_in(temp_dir))) as (client, listener, _):
         assert os.listdir(temp_dir) == []
         client.send(BATCH)
         for _ in range(2):

@@ -1,7 +1,5 @@
 """The worker's loop between two batches."""
 
-from pathlib import Path
-
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
@@ -56,7 +54,7 @@ def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_ser
     monkeypatch.setattr(process, "configure_reproducible_math", asked.append)
     config = ServerConfig(cache=KVCacheConfig(8), max_model_len=77, threads=3)
     with pytest.raises(ModelError, match="loaded for 77"):
-        _build(WorkerLaunch(config=config, directory=Path()), ranks=ONE_RANK)
+        _build(WorkerLaunch(config=config), ranks=ONE_RANK)
     assert asked == [3]
 
 
