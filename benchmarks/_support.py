@@ -67,13 +67,10 @@ def median(values: Iterable[float]) -> float:
 
 def save(name: str, measured: dict[str, Any]) -> None:
     """Write `results/{name}.json` and print what was measured."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     result = {
         "benchmark": name,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit(),
         "machine": machine(),
         **measured,
     }
@@ -81,6 +78,15 @@ def save(name: str, measured: dict[str, Any]) -> None:
     text = json.dumps(rounded(result), indent=2)
     (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+def commit(checkout: Path = ROOT) -> str | None:
+    """None where there is no git."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:
+        return None
 
 
 def rounded(value: Any) -> Any:

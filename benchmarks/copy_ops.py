@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from _support import median, save
+from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
+from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns, numpy_twin, plan_runs
-from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
-from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 
 BYTES = 128 << 20
 """Of each side; far more than the caches hold."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
@@ -16,6 +17,7 @@ from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.switch import SWITCH
 from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
+from tests.gpu.in_process import fake_gpu
 from tests.mooncake_master import Master, needs_mooncake
 from tests.storage.attention_store.stand_in import installed, num_stored, set_faults
 from tests.storage.values import keys, namespace, values
@@ -115,6 +117,27 @@ def test_this_machine_is_described(monkeypatch):
     assert found["copy ops"].ok
     assert found["copy ops"].detail == f"on a CPU by {cpu_paths()[0].name}"
     assert {"GPU", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("served", "of_cupy", "ok", "said"),
+    [
+        (12040, None, False, "needs the package cupy: pip install 'fastdeploy-kvcache-v1[gpu]'"),
+        (13010, None, False, "needs the package cupy: pip install 'fastdeploy-kvcache-v1[gpu-cuda13]'"),
+        (12040, 13000, False, "pip uninstall cupy-cuda13x && pip install 'fastdeploy-kvcache-v1[gpu]'"),
+        (12040, 12090, True, "for CUDA 12"),
+        (13010, 12090, True, "for CUDA 12"),
+    ],
+)
+def test_the_cupy_that_fits_the_driver_is_named(served, of_cupy, ok, said):
+    with fake_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "cuDriverGetVersion", lambda: served)
+        patch.setattr(sys.modules["cupy"].cuda.runtime, "runtimeGetVersion", lambda: of_cupy)
+        if of_cupy is None:
+            patch.setitem(sys.modules, "cupy", None)
+        (found,) = (finding for finding in doctor.machine_findings() if finding.name == "CuPy")
+    assert found.ok is ok
+    assert said in found.detail
 
 
 @pytest.mark.parametrize(("table", "ok"), [("PADDLE_LIBRARIES", False), ("MOONCAKE_LIBRARIES", None)])

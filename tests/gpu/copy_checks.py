@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any
 
 import cupy
 import numpy as np
@@ -159,4 +158,6 @@ def both_directions_at_once(way: str) -> None:
         assert (memory.on_device() == expected_device).all(), "device"
 
 
-CHECKS: tuple[Callable[[str], Any], ...] = (random_copies, very_many_blocks, order_is_kept, both_directions_at_once)
+OF_EVERY_WAY: dict[str, Callable[[str], None]] = {
+    check.__name__: check for check in (random_copies, very_many_blocks, order_is_kept, both_directions_at_once)
+}

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import cupy
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fastdeploy_kvcache_v1"
-FILES = [PACKAGE / "worker" / name for name in ("runtime/cuda.py", "ops/cupy_copies.py", "ops/landing.py")]
-FILES.append(PACKAGE / "worker/ops/calibration.py")
+WORKER = PACKAGE / "worker"
+FILES = [WORKER / "runtime/cuda.py", WORKER / "ops/cuda_copies.py", *sorted(WORKER.glob("ops/trial*.py"))]
 FEWEST = 20
 METHODS = {"wait_event": cupy.cuda.Stream, "synchronize": cupy.cuda.Stream, "record": cupy.cuda.Event}
 """Methods of CuPy's objects, by names that nothing else in these files has."""

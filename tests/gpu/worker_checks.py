@@ -224,11 +224,14 @@ def refuses(error: type[Exception], call: Callable[..., object], *arguments: Any
     return False
 
 
-OF_EVERY_WAY = (
-    layers_are_waited_for_one_by_one,
-    a_slot_is_reused_only_after_its_last_use,
-    pools_of_gibibytes_are_reached_to_their_last_byte,
-)
+OF_EVERY_WAY: dict[str, Callable[[str], None]] = {
+    check.__name__: check
+    for check in (
+        layers_are_waited_for_one_by_one,
+        a_slot_is_reused_only_after_its_last_use,
+        pools_of_gibibytes_are_reached_to_their_last_byte,
+    )
+}
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (

@@ -1,0 +1,58 @@
+"""What this machine is, and what the trial of the ways to copy finds on it: the first lines of every report."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+import fastdeploy_kvcache_v1
+from fastdeploy_kvcache_v1.worker.ops import trial
+from fastdeploy_kvcache_v1.worker.ops.cuda_copies import PTX
+
+
+def machine() -> dict[str, Any]:
+    runtime = cupy.cuda.runtime
+    gpu = runtime.getDeviceProperties(0)
+    return {
+        "gpu": gpu["name"].decode(),
+        "capability": f"{gpu['major']}.{gpu['minor']}",
+        "driver": driver_release() or "unknown",
+        "cuda_of_driver": runtime.driverGetVersion(),
+        "cuda_of_cupy": runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "package": fastdeploy_kvcache_v1.__version__,
+        "ptx": PTX.read_text(encoding="utf-8").splitlines()[0],
+    }
+
+
+def driver_release() -> str:
+    """As 580.159.04, by NVML; a container may lack the file."""
+    release = ctypes.create_string_buffer(96)
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(release, len(release)) == 0:
+            return release.value.decode()
+    except (OSError, AttributeError):
+        pass
+    file = Path("/sys/module/nvidia/version")
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+
+
+def ways_that_are_used() -> dict[str, Any]:
+    rates = trial.rates_of(0, ())
+    return {"ways": ", ".join(rates.ways), "left": dict(rates.left)}
+
+
+CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "machine": machine,
+    "ways that are used": ways_that_are_used,
+}
