@@ -38,7 +38,7 @@ def test_a_forgotten_wait_is_noticed(tmp_path, change):
     module, changed = PACKAGE / change.file, tmp_path / "changed.py"
     changed.write_text(change.applied_to(module.read_text()))
     if not change.tests:
-        done = run("tests.world.mutations", "--here", f"--of={LIST}", f"--seeds={SEEDS}", "--", change.name)
+        done = run("tests.mutation.hunt", "--here", f"--of={LIST}", f"--seeds={SEEDS}", "--", change.name)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         return
     require_failure(change.tests, module, changed)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.hunt import MUTANTS, SOURCES
+
 from .__main__ import main
 from .chooser import numbers, ranges
 from .faults import FAULTS
-from .mutations import MUTANTS, SOURCES
 from .ranks import Worker
 from .scenarios import SCENARIOS
 from .trial import KEPT, line, shrink, try_run

@@ -1,6 +1,6 @@
-"""Subtle faults in production code (`mutants.txt`), and the hunt for each: which seed of the world notices it.
+"""Subtle faults in production code (`tests/world/mutants.txt`), and the hunt for each: which seed finds it.
 
-`python -m tests.world.mutations [NAME ...]` runs each mutant in a process of its own, the fixed seeds of the first tier
+`python -m tests.mutation.hunt [NAME ...]` runs each mutant in a process of its own, the fixed seeds of the first tier
 first, and prints the seed that found it. `--of FILE`: those of another file.
 """
 
@@ -12,20 +12,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.mutation.changes import Change, read
-from tests.mutation.replaced import load_from
+from .changes import Change, read
+from .replaced import load_from
 
-SOURCES = Path(__file__).parents[2] / "fastdeploy_kvcache_v1"
-LIST = Path(__file__).with_name("mutants.txt")
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "fastdeploy_kvcache_v1"
+LIST = ROOT / "tests" / "world" / "mutants.txt"
 MUTANTS = read(LIST)
 
 
 def hunt(mutant: Change, seeds: int, events: int) -> int:
     path = SOURCES / mutant.file
     load_from(path, mutant.applied_to(path.read_text(encoding="utf-8")))
-    from .scenarios import SCENARIOS
-    from .trial import KEPT, line, try_run
-    from .world import Run
+    from tests.world.scenarios import SCENARIOS
+    from tests.world.trial import KEPT, line, try_run
+    from tests.world.world import Run
 
     by_seed = (Run(scenario, seed, range(events)) for seed in range(seeds) for scenario in SCENARIOS)
     for run in itertools.chain(KEPT, by_seed):
@@ -38,7 +39,7 @@ def hunt(mutant: Change, seeds: int, events: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.world.mutations")
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation.hunt")
     parser.add_argument("names", nargs="*", help="part of a name; all without")
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--events", type=int, default=500)
@@ -48,7 +49,7 @@ def main() -> int:
     mutants = [each for each in read(chosen.of) if not chosen.names or any(name in each.name for name in chosen.names)]
     if chosen.here:
         return hunt(mutants[0], chosen.seeds, chosen.events)
-    command = [sys.executable, "-m", "tests.world.mutations", "--here", f"--of={chosen.of}", f"--seeds={chosen.seeds}"]
+    command = [sys.executable, "-m", "tests.mutation.hunt", "--here", f"--of={chosen.of}", f"--seeds={chosen.seeds}"]
     survivors = [
         subprocess.run([*command, f"--events={chosen.events}", "--", each.name], check=False).returncode
         for each in mutants
