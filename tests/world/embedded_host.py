@@ -288,14 +288,6 @@ class EmbeddedHost:
         return self.engine.events
 
     @property
-    def waiting(self) -> Any:
-        return self.engine.scheduler.waiting
-
-    @property
-    def running(self) -> Any:
-        return self.engine.scheduler.running
-
-    @property
     def progress(self) -> Any:
         return self.engine.core.counters.steps, sum(self.world.clients.num_ended.values())
 

@@ -454,7 +454,8 @@ class FastDeployHost:
                 return
             if not any(self.count[loss] for loss in LOSSES):
                 raise WrongError("a pause ends by its time-out, and no batch was lost")
-        if self.pausing == "aborting" and (self._num_inside or not self.worker.is_idle):
+        num_inside = len(self.world.clients.requests) - len(self._outside)
+        if self.pausing == "aborting" and (num_inside or not self.worker.is_idle):
             return
         self.cache_manager.reset()
         known = {task.uid for task in (*self.requests.values(), *self._outside)}
@@ -470,10 +471,6 @@ class FastDeployHost:
         outside, self._outside = self._outside, deque()
         for task in outside:
             self.add_request(task)
-
-    @property
-    def _num_inside(self) -> int:
-        return len(self.world.clients.requests) - len(self._outside)
 
     def resize(self, rng: random.Random) -> None:
         """Profiling ends while the engine polls."""

@@ -358,14 +358,6 @@ class RealRoles(Between):
     def free_stuck(self) -> bool:
         return False
 
-    @property
-    def waiting(self) -> Any:
-        return [*self._line, *self._asking]
-
-    @property
-    def running(self) -> Any:
-        return [*self.prefill.running, *self.decode.running]
-
 
 def roles(world: Any, rng: random.Random) -> None:
     block_size = rng.choice([2, 4])

@@ -82,8 +82,8 @@ class Store:
         """Paths of blocks that the server says it has."""
         self.kinds: list[deque[Any]] = [deque() for _ in range(4)]
         """Questions, loads, stores and statements that wait for their answer."""
-        self._late_reads: list[tuple[float, Sequence[int]]] = []
-        self._late_writes: list[tuple[float, Sequence[int], list[Value]]] = []
+        self._late: list[tuple[float, Sequence[int], list[Value] | None]] = []
+        """Calls that failed and go on for so long: they read these values from the slots, or fill them."""
         self._listener: Callable[[Any], None] = print
 
     # ---- the link
@@ -132,7 +132,8 @@ class Store:
 
     def answer(self, rng: random.Random) -> None:
         """One command."""
-        fails, lies, full = (self._strike(name, rng) for name in ("store fails", "store lies", "store is full"))
+        strike = self._world.faults.strike
+        fails, lies, full = (strike(name, rng) for name in ("store fails", "store lies", "store is full"))
         at, cut = rng.random(), rng.random()
         kind = pick((each for each in range(4) if self.kinds[each]), at)
         if kind is None:
@@ -142,23 +143,18 @@ class Store:
             self._world.log("store", each)
             self._listener(each)
 
-    def _strike(self, name: str, rng: random.Random) -> bool:
-        return bool(self._world.faults.strike(name, rng))
-
     def lose(self, rng: random.Random) -> None:
         name = pick(self.values, rng.random())
-        if self._strike("store loses", rng) and name is not None:
+        if self._world.faults.strike("store loses", rng) and name is not None:
             del self.values[name]
 
     def go_on(self, rng: random.Random) -> None:
         """What calls that failed still do."""
-        now = self._world.clock()
-        self._late_reads = [late for late in self._late_reads if late[0] > now]
-        self._late_writes = [late for late in self._late_writes if late[0] > now]
-        for _, slots in self._late_reads:
-            self._spoil(slots)
-        for _, slots, values in self._late_writes:
-            if not all(_equal(self._read(slot), value) for slot, value in zip(slots, values, strict=True)):
+        self._late = [late for late in self._late if late[0] > self._world.clock()]
+        for _, slots, values in self._late:
+            if values is None:
+                self._spoil(slots)
+            elif not all(_equal(self._read(slot), value) for slot, value in zip(slots, values, strict=True)):
                 raise WrongError(f"slots {slots} changed while the store reads them")
 
     def _read(self, slot: int) -> Value:
@@ -196,10 +192,12 @@ class Store:
 
     # ---- answers; `wrong`: of a load its first value lies, of a store there is no room
 
-    def _answer_question(self, fails: bool, _: bool, __: float, space: str, name: str, hashes: Any) -> list[Any]:
-        if fails:
-            return [QueryDone(name, 0, error="no route to host")]
-        return [QueryDone(name, len(self._stored([(space, each) for each in hashes])))]
+    def _answer_question(self, fails: bool, _: bool, __: float, space: str, *question: Any) -> list[Any]:
+        name, found = self._found(space, *question)
+        return [QueryDone(name, 0, error="no route to host") if fails else QueryDone(name, found)]
+
+    def _found(self, space: str, name: str, hashes: Any) -> tuple[str, int]:
+        return name, len(self._stored([(space, each) for each in hashes]))
 
     def _answer_load(self, fails: bool, wrong: bool, cut: float, space: str, command: Any) -> list[Any]:
         values = self._stored(self._names(space, command))[: len(self._slots(command))]
@@ -208,7 +206,7 @@ class Store:
         self._fill(self._slots(command), values)
         quiet_after = LATE_S if fails and self._goes_on and cut < 0.7 else 0.0
         if quiet_after:
-            self._late_reads.append((self._world.clock() + LATE_S, self._slots(command)))
+            self._late.append((self._world.clock() + LATE_S, self._slots(command), None))
         error = "connection reset" if fails else None
         count = 0 if quiet_after else len(values)
         load = self._name(command)
@@ -262,11 +260,8 @@ class TokenStore(Store):
                 if not used.isdisjoint(self._slots(command)):
                     raise WrongError(f"a pass still runs in slots that {command} is about")
 
-    def _answer_question(self, fails: bool, _: bool, __: float, space: str, *task: Any) -> list[Any]:
-        if fails:
-            return [QueryDone(task[0].task_id, 0, error="no route to host")]
-        stored = len(self._stored(self._path(space, task[0], 0)))
-        return [QueryDone(task[0].task_id, max(0, stored - task[0].first_block_idx))]
+    def _found(self, space: str, task: MatchTask) -> tuple[str, int]:  # type: ignore[override]
+        return task.task_id, max(0, len(self._stored(self._path(space, task, 0))) - task.first_block_idx)
 
     def _answer_load(self, fails: bool, wrong: bool, cut: float, space: str, command: Any) -> list[Any]:
         if len(self._stored(self._path(space, command, 0))) < command.start_read_block_idx:
@@ -277,7 +272,7 @@ class TokenStore(Store):
         if not (fails or wrong):
             return super()._answer_store(fails, wrong, cut, space, command)
         slots = self._slots(command)
-        self._late_writes.append((self._world.clock() + LATE_S, slots, [self._read(slot) for slot in slots]))
+        self._late.append((self._world.clock() + LATE_S, slots, [self._read(slot) for slot in slots]))
         return [
             WriteDone(command.task_id, rank, 0, error="disk full", quiet_after_s=LATE_S)
             for rank in range(self.num_ranks)

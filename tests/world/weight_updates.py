@@ -107,31 +107,21 @@ class Updater:
             while self._world.faults.are_over and self.is_idle:
                 yield
             if not self._world.faults.are_over:
-                yield from self._clear()
+                yield from self._change(NORMAL, CLEARING, CLEARED)
             for _ in range(self._rng.choice([0, 5, self._idle_turns])):
                 yield
-            yield from self._update()
+            yield from self._change(CLEARED, UPDATING, NORMAL)
             self.num_updated += self.is_idle
 
-    def _clear(self) -> Iterator[None]:
-        if self._is(NORMAL, self._weights):
-            self._weights.value[0] = CLEARING
-            if not (yield from self._wait([self._weights, self._copies], CLEARED)):
-                return
-        if self._is(NORMAL, self._tree):
-            self._tree.value[0] = CLEARING
-            yield from self._wait([self._tree], CLEARED)
-
-    def _update(self) -> Iterator[None]:
-        if self._is(CLEARED, self._weights):
-            while self._is_checking:
-                yield
-            self._weights.value[0] = UPDATING
-            if not (yield from self._wait([self._weights, self._copies], NORMAL)):
-                return
-        if self._is(CLEARED, self._tree):
-            self._tree.value[0] = UPDATING
-            yield from self._wait([self._tree], NORMAL)
+    def _change(self, before: int, asked: int, after: int) -> Iterator[None]:
+        """First the weights, then the tree, as far as they are not changed yet."""
+        for signal, others in ((self._weights, [self._copies]), (self._tree, [])):
+            if self._is(before, signal):
+                while asked == UPDATING and signal is self._weights and self._is_checking:
+                    yield
+                signal.value[0] = asked
+                if not (yield from self._wait([signal, *others], after)):
+                    return
 
     def _wait(self, signals: Sequence[Any], value: int) -> Any:
         for _ in range(self._patience):

@@ -131,8 +131,7 @@ class World:
         lives = [
             f"{each.request_id}: {len(each.output)} of {each.max_tokens}" for each in self.clients.requests.values()
         ]
-        host = self.host
-        return f"live {lives} waiting {len(host.waiting)} running {len(host.running)} pausing {host.pausing!r}"
+        return f"live {lives} pausing {self.host.pausing!r}"
 
     def outcome(self) -> tuple[Any, ...]:
         """What two runs of one seed have in common."""
