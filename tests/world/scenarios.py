@@ -15,7 +15,6 @@ from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import EngineStorage
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings
@@ -24,11 +23,10 @@ from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from .clients import Clients
 from .embedded_host import EmbeddedHost, Engine, EngineRank
 from .fastdeploy_host import LEAST_BLOCKS, EngineCache, FastDeployHost
-from .memory import WrongError
 from .ranks import Rank, Worker
 from .reports import Reports
 from .roles import HERE, Peer, Roles
-from .store import RankMemory, Store, TokenStore, namespace
+from .store import Index, RankMemory, Store, TokenStore, namespace
 from .streams import VirtualDevice
 from .weight_updates import Updater
 
@@ -93,15 +91,23 @@ def updating(world: Any, rng: random.Random, *, make: Callable[..., None], **opt
 
 def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, memories: Sequence[Any]) -> None:
     settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
-    on_device = settings.uses_device_tier
-    store = (TokenStore if on_device else Store)(world, memories)
-    passes = RankPasses(len(memories), world.clock) if on_device else None
-    kind = AttentionStoreTier if on_device else StorageTier
-    tier = kind(cache.manager, settings, None, store, clock=world.clock, passes=passes)
-    storage = EngineStorage(tier, store, lock=cache._lock, find_namespace=namespace, passes=passes)
+    passes = RankPasses(len(memories), world.clock) if settings.uses_device_tier else None
+    store = make_store(world, settings, memories, cache.manager, None, passes)
+    storage = EngineStorage(store.tier, store, lock=cache._lock, find_namespace=namespace, passes=passes)
     cache.use_storage(storage)
     storage.start(run=lambda find: find())
-    world.others += [store, TierWatch(tier)]
+
+
+def make_store(
+    world: Any, settings: StorageSettings, memories: Sequence[Any], manager: CacheManager, name: Any, passes: Any = None
+) -> Store:
+    """With its tier."""
+    kind = Index if settings.flush_only else TokenStore if settings.uses_device_tier else Store
+    store = kind(world, memories)
+    make = AttentionStoreTier if settings.uses_device_tier else StorageTier
+    store.tier = make(manager, settings, name, store, clock=world.clock, passes=passes)
+    world.others.append(store)
+    return store
 
 
 def embedded(world: Any, rng: random.Random, *, backend: str = "", has_roles: bool = False) -> None:
@@ -150,59 +156,13 @@ def make_engine(
         VirtualDevice(world.clock, copy_fails), blocks=device, host_blocks=host, block_size=block_size,
         tags=world.tags, memory=memory, drafts=bool(world.size(f"{of}drafts", rng.choice([0, 1]), 0)),
     )  # fmt: skip
-    tier = None
-    if settings is not None:
-        store = (TokenStore if settings.uses_device_tier else Store)(world, [memory])
-        store.namespace, store.values = namespace().digest, store.values if values is None else values
-        make = AttentionStoreTier if settings.uses_device_tier else StorageTier
-        tier = make(manager, settings, namespace(), store, clock=world.clock)
-        world.others += [store, TierWatch(tier)]
-        if settings.flush_only:
-            world.others.append(IndexWatch(world, tier, manager, store))
+    store = None if settings is None else make_store(world, settings, [memory], manager, namespace())
+    tier = None if store is None else store.tier
     engine = kind(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0, 100.0]), **options)
-    if settings is not None:
+    if store is not None:
+        store.namespace, store.values = namespace().digest, store.values if values is None else values
         store.listen(engine.core.on_storage)
     return engine
-
-
-class TierWatch:
-    """Idle when no slot is lent to the store."""
-
-    events: Sequence[Any] = ()
-
-    def __init__(self, tier: StorageTier) -> None:
-        self._tier = tier
-
-    @property
-    def is_idle(self) -> bool:
-        return self._tier.is_idle
-
-    def check_idle(self) -> None:
-        pass
-
-
-class IndexWatch(TierWatch):
-    """Idle when the store's index knows all; then it says what the cache has."""
-
-    def __init__(self, world: Any, tier: StorageTier, manager: CacheManager, store: Store) -> None:
-        super().__init__(tier)
-        self._clients, self._manager, self._store = world.clients, manager, store
-
-    @property
-    def is_idle(self) -> bool:
-        flushes: Any = self._tier._stores
-        return not (flushes.num_waiting or flushes._ended)
-
-    def check_idle(self) -> None:
-        size, cached = self._manager.config.block_size, set()
-        for tokens in self._clients.computed:
-            hasher = BlockHasher(size)
-            hasher.extend(tokens)
-            count = self._manager.count_cached(hasher.hashes)
-            cached.update(tuple(tokens[: size * (at + 1)]) for at in range(count))
-        more, less = (sorted(each)[:3] for each in (self._store.index - cached, cached - self._store.index))
-        if more or less:
-            raise WrongError(f"the store's index has {more}, which the cache lacks, and lacks {less}")
 
 
 SCENARIOS: dict[str, Callable[[Any, random.Random], None]] = {

@@ -16,6 +16,7 @@ import numpy as np
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.namespace import Namespace
@@ -73,6 +74,8 @@ class Store:
     """A `Link`, and the store at its other end. `memories`: of each rank."""
 
     is_ready = True
+    tier: Any = None
+    """At the engine, which is idle when no slot is lent to the store."""
 
     def __init__(self, world: Any, memories: Sequence[RankMemory]) -> None:
         self._world, self._memories, self.num_ranks = world, memories, len(memories)
@@ -125,7 +128,7 @@ class Store:
 
     @property
     def is_idle(self) -> bool:
-        return not any(self.kinds)
+        return not any(self.kinds) and (self.tier is None or self.tier.is_idle)
 
     def check_idle(self) -> None:
         pass
@@ -300,6 +303,26 @@ class TokenStore(Store):
     def _path(self, space: str, command: Any, first: int) -> list[tuple[str, tuple[int, ...]]]:
         tokens, size = command.token_ids, self._world.host.block_size
         return [(space, tuple(tokens[: size * (at + 1)])) for at in range(first, len(tokens) // size)]
+
+
+class Index(TokenStore):
+    """Nothing is stored; it is told what the cache has, and knows it in the end."""
+
+    @property
+    def is_idle(self) -> bool:
+        flushes: Any = self.tier._stores
+        return super().is_idle and not (flushes.num_waiting or flushes._ended)
+
+    def check_idle(self) -> None:
+        size, cached = self._world.host.block_size, set()
+        for tokens in self._world.clients.computed:
+            hasher = BlockHasher(size)
+            hasher.extend(tokens)
+            count = self._world.host.engine.manager.count_cached(hasher.hashes)
+            cached.update(tuple(tokens[: size * (at + 1)]) for at in range(count))
+        more, less = (sorted(each)[:3] for each in (self.index - cached, cached - self.index))
+        if more or less:
+            raise WrongError(f"the store's index has {more}, which the cache lacks, and lacks {less}")
 
 
 def _equal(one: Value, other: Value) -> bool:
