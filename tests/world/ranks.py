@@ -10,6 +10,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,6 @@ class Row:
         """What it computes from here on nobody else may find."""
         self.limit = len(task.prompt_token_ids) + task.max_tokens
         """Tokens in all."""
-
-
-class Pass:
-    """`ranks` have to run it; then its message goes to the engine."""
-
-    def __init__(self, message: dict[int, Any], ranks: int) -> None:
-        self.message, self.num_running = message, ranks
 
 
 class Tensors:
@@ -146,7 +140,8 @@ class Worker:
         self.ranks, self.root = ranks, root
         self.rows: dict[int, Row] = {}
         self._released: dict[int, int] = {}
-        self._passes: deque[Pass] = deque()
+        self._passes: deque[tuple[dict[int, Any], list[Rank]]] = deque()
+        """Messages to the engine, and the ranks that have yet to run the pass."""
         self.num_passes = 0
         self._took = False
 
@@ -198,20 +193,14 @@ class Worker:
                 rank.cache.report_while_idle()
             return
         self.num_passes += bool(work)
-        step = Pass(message, len(self.ranks))
-        self._passes.append(step)
-
-        def finished() -> None:
-            step.num_running -= 1
-
+        running = list(self.ranks)
+        self._passes.append((message, running))
         for rank in self.ranks:
-            rank.submit(work, finished, is_graph=self.num_passes % 3 == 0)
+            rank.submit(work, partial(running.remove, rank), is_graph=self.num_passes % 3 == 0)
 
     def message(self) -> dict[int, Any] | None:
         """Of the oldest pass, when it has ended."""
-        if self._passes and not self._passes[0].num_running:
-            return self._passes.popleft().message
-        return None
+        return self._passes.popleft()[0] if self._passes and not self._passes[0][1] else None
 
     def drop_rows(self) -> None:
         self.rows.clear()

@@ -6,18 +6,18 @@ Each case first has the right answer from the tier that it spoils afterwards.
 import random
 import tempfile
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.embedded.worker.outside import give_memory, make_agent
-from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheLevel
+from fastdeploy_kvcache_v1.metadata import SWAP_IN
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.vision import PATCH, Image, PlacedImage
 from fastdeploy_kvcache_v1.storage.backends import make_link, make_tier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
-from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
@@ -26,6 +26,9 @@ from tests.embedded.engine.test_families_between_servers import Pair
 from tests.storage.attention_store.sdk.attentionstore_sdk import sdk
 from tests.storage.attention_store.stand_in import installed
 from tests.storage.values import namespace
+from tests.world import store as world_store
+from tests.world.clock import Clock
+from tests.world.faults import Faults
 
 PROMPT = [40 + (7 * at) % 50 for at in range(60)]
 NUM_CACHED = len(PROMPT) // BLOCK
@@ -220,50 +223,32 @@ def test_a_row_that_a_copy_leaves_out_changes_the_answer(leave_out, family, mtp,
     engine.close()
 
 
-class Store:
-    """A store at the end of a link, for one engine after the other. `values`: of each block, the bytes of each rank."""
+class Store(world_store.Store):
+    """The world's, at the end of a link for one engine after the other; it answers at once."""
 
     num_host_blocks = 40
 
     def __init__(self, num_ranks):
-        self.num_ranks, self.values, self.engine, self.answers = num_ranks, {}, None, deque()
+        world = SimpleNamespace(clock=Clock(), log=lambda *words: None, faults=Faults([]))
+        super().__init__(world, [world_store.RankMemory(on_device=False) for _ in range(num_ranks)])
+        self.answers, self._rng = deque(), random.Random(0)
+        self.listen(self.answers.append)
 
     def tier(self, manager):
         settings = StorageSettings("file", "/unused", prefetch="wait_complete", min_tokens=BLOCK)
         return StorageTier(manager, settings, namespace(), self)
 
     def serve(self, engine):
-        self.engine = engine
+        for memory, controller in zip(self._memories, engine.controllers, strict=True):
+            memory.use(controller)
 
-    def close(self):
-        pass
-
-    def query(self, query_id, hashes):
-        stored = [block in self.values for block in hashes]
-        self.answers.append(QueryDone(query_id, [*stored, False].index(False)))
+    def query(self, *given):
+        super().query(*given)
+        self.answer(self._rng)
 
     def send(self, command):
-        if isinstance(command, StoreBlocks):
-            pools = self.pools()
-            for block, slot in zip(command.hashes, command.slots, strict=True):
-                self.values[block] = [pool.block(slot).copy() for pool in pools]
-            self.answers += [StoreDone(command.store_id, rank, len(command.slots)) for rank in range(self.num_ranks)]
-        if isinstance(command, LoadBlocks):
-            for block, slot in zip(command.hashes, command.slots, strict=True):
-                for pool, value in zip(self.pools(), self.values[block], strict=True):
-                    pool.block(slot)[:] = value
-            for controller in self.engine.controllers:
-                controller.refilled(command.slots, CacheLevel.HOST)
-            self.answers += [LoadDone(command.load_id, rank, len(command.slots)) for rank in range(self.num_ranks)]
-
-    def pools(self):
-        return [controller.host_pool for controller in self.engine.controllers]
-
-    def commit(self, hashes):
-        pass
-
-    def touch(self, hashes):
-        pass
+        super().send(command)
+        self.answer(self._rng)
 
 
 class VendorsStore:
@@ -338,7 +323,7 @@ def test_a_wrong_bit_in_a_stored_value_changes_the_answer(family, mtp, size):
     assert ask_with(store, family, mtp, size) == (expected, NUM_CACHED)
     blocks = list(store.values)[:NUM_CACHED]
     for _ in range(3):
-        value = rng.choice(store.values[rng.choice(blocks)])
+        value = rng.choice(store.values[rng.choice(blocks)]).reshape(-1).view(np.uint8)
         main = len(value) * 2 // 3 if mtp else len(value)  # two layers of three
         with Bit(value[:main], rng):
             tokens, loaded = ask_with(store, family, mtp, size)
