@@ -32,6 +32,11 @@ FILES = {**TARGETS, "ptx": "copy_rows.ptx"}
 PTX_VERSION = "7.4"
 """Of the language, the oldest that has what the kernel uses: drivers from CUDA 11.4 on take it."""
 
+COMPILERS = {
+    "CC": ("gcc", "cc", "clang"),
+    "CXX": ("g++", "c++", "clang++"),
+    "NVCC": ("nvcc", f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/nvcc"),
+}
 FLAGS = ["-O3", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-shared", "-Wl,-z,defs"]
 PADDLE_LIBRARIES = ("libphi_core.so", "libphi.so", "libcommon.so")
 
@@ -40,32 +45,14 @@ class BuildError(Exception):
     """Why something could not be built; the compiler's own words were printed."""
 
 
-def cc() -> list[str]:
-    """The C compiler. Raises `BuildError`."""
-    return _compiler("CC", "C compiler", ("cc", "gcc", "clang"))
-
-
-def cxx() -> list[str]:
-    """The C++ compiler. Raises `BuildError`."""
-    return _compiler("CXX", "C++ compiler", ("g++", "c++", "clang++"))
-
-
-def nvcc() -> str:
-    """The CUDA compiler. Raises `BuildError`."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    for name in (os.environ.get("NVCC"), "nvcc", f"{home}/bin/nvcc"):
-        if name and shutil.which(name):
-            return name
-    raise BuildError("no nvcc found: install the CUDA toolkit, or set NVCC")
-
-
-def _compiler(variable: str, what: str, names: Iterable[str]) -> list[str]:
+def compiler(variable: str) -> list[str]:
+    """The one that the environment names by `variable`, else the first of the usual ones. Raises `BuildError`."""
     if os.environ.get(variable):
         return shlex.split(os.environ[variable])
-    for name in names:
+    for name in COMPILERS[variable]:
         if shutil.which(name):
             return [name]
-    raise BuildError(f"no {what} found: install gcc and g++, or set {variable}")
+    raise BuildError(f"no {COMPILERS[variable][0]} found: install it, or set {variable}")
 
 
 def paddle_root() -> Path:
@@ -100,12 +87,12 @@ def install(command: list[str], output: Path) -> None:
 
 
 def build_cpu(output: Path) -> None:
-    install([*cc(), "-std=c11", *FLAGS, str(HERE / "copy_rows.c")], output)
+    install([*compiler("CC"), "-std=c11", *FLAGS, str(HERE / "copy_rows.c")], output)
 
 
 def build_ptx(output: Path) -> None:
     source = HERE / "copy_rows.cu"
-    install([nvcc(), "-std=c++17", "-O3", "-ptx", "-arch=compute_80", str(source)], output)
+    install([*compiler("NVCC"), "-std=c++17", "-O3", "-ptx", "-arch=compute_80", str(source)], output)
     text = re.sub(r"^\.version .*", f".version {PTX_VERSION}", output.read_text(encoding="utf-8"), flags=re.MULTILINE)
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     output.write_text(f"// {source.name} sha256 {digest}\n{text}", encoding="utf-8")
@@ -120,14 +107,15 @@ def paddle_compiler(root: Path, *, with_gpu: bool | None = None) -> list[str]:
     """Command and flags; `with_gpu`: for tensors on a GPU, too (None: where that Paddle has them and nvcc is). Raises
     `BuildError`."""
     if with_gpu is None:
-        with_gpu = paddle_says(root, "cuda_version") != "False" and _has_nvcc()
+        has_nvcc = os.environ.get("NVCC") or any(map(shutil.which, COMPILERS["NVCC"]))
+        with_gpu = bool(has_nvcc) and paddle_says(root, "cuda_version") != "False"
     release = f"{paddle_says(root, 'full_version')}+{paddle_says(root, 'commit')}"
     flags = [f'-DKVCACHE_PADDLE="{release}"', "-isystem", f"{root}/include", "-isystem", f"{root}/include/third_party"]
     if not with_gpu:
-        return [*cxx(), "-std=c++17", *FLAGS, "-fvisibility=hidden", "-Wno-unknown-pragmas", *flags, "-xc++"]
+        return [*compiler("CXX"), "-std=c++17", *FLAGS, "-fvisibility=hidden", "-Wno-unknown-pragmas", *flags, "-xc++"]
     flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-gencode", "arch=compute_90,code=sm_90"]
     flags += ["-gencode", "arch=compute_80,code=[sm_80,compute_80]"]  # newer ones compile the text
-    return [nvcc(), "-std=c++17", "-O3", "-shared", "-DPADDLE_WITH_CUDA", *flags]
+    return [*compiler("NVCC"), "-std=c++17", "-O3", "-shared", "-DPADDLE_WITH_CUDA", *flags]
 
 
 def paddle_libraries(root: Path) -> list[str]:
@@ -136,13 +124,6 @@ def paddle_libraries(root: Path) -> list[str]:
     found = [path for path in candidates if path.exists()]
     directories = [f"-L{root}/{name}" for name in ("base", "libs")]
     return [*directories, "-Xlinker", f"-rpath-link={root}/libs", *(f"-l:{path.name}" for path in found)]
-
-
-def _has_nvcc() -> bool:
-    try:
-        return bool(nvcc())
-    except BuildError:
-        return False
 
 
 BUILDERS = {"cpu": build_cpu, "paddle": build_paddle, "ptx": build_ptx}

@@ -22,7 +22,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_rel
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.traffic import KINDS
 from tests.storage.values import namespace
-from tests.worker.ops.native import c_compiler
+from tests.worker.ops.native import compiler
 
 pytestmark = pytest.mark.process
 
@@ -118,13 +118,13 @@ def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
 
 
 def test_the_sdist_builds_the_copies_in_c(wheel):
-    c_compiler()
+    compiler("CC")
     with zipfile.ZipFile(wheel) as archive:
         assert COPIES in archive.namelist()
 
 
 def test_the_wheel_is_for_this_platform_and_every_python(wheel):
-    c_compiler()
+    compiler("CC")
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.name == f"fastdeploy_kvcache_v1-{__version__}-py3-none-{platform}.whl"
 

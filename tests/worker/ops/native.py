@@ -1,4 +1,4 @@
-"""The build script as a module, and the test programs it makes."""
+"""The build script as a module, its compilers, and Python in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,41 +27,12 @@ def load_build() -> ModuleType:
 build = load_build()
 
 
-def compiler() -> list[str]:
+def compiler(variable: str = "CXX") -> list[str]:
+    """Skips the test where there is none."""
     try:
-        return build.cxx()
+        return build.compiler(variable)
     except build.BuildError as error:
         pytest.skip(str(error))
-
-
-def c_compiler() -> list[str]:
-    try:
-        return build.cc()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-
-
-def cuda_compiler() -> str:
-    try:
-        return build.nvcc()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-
-
-def compile_program(sources: list[Path], output: Path, *flags: str) -> Path:
-    common = ["-std=c++17", "-g", "-O1", "-fno-omit-frame-pointer", "-pthread", "-Wall", "-Wextra", "-Werror"]
-    command = [*compiler(), *common, *flags, *map(str, sources), "-ldl", "-o", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return output
-
-
-def run_program(program: Path, *arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [str(program), *arguments], env={**os.environ, **environment}, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, f"{program.name} {arguments}: {done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from fastdeploy_kvcache_v1.worker.ops import paddle_ops
-from tests.worker.ops.native import CUSTOM_OPS, build, c_compiler, compiler, cuda_compiler, run_python
+from tests.worker.ops.native import CUSTOM_OPS, build, compiler, run_python
 
 BUILD_AGAIN = "build again: python custom_ops/build.py"
 
@@ -18,7 +18,6 @@ BUILD_AGAIN = "build again: python custom_ops/build.py"
 def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, monkeypatch):
     for variable in ("CC", "CXX", "NVCC"):
         monkeypatch.setenv(variable, "/nowhere/compiler")
-    monkeypatch.setattr(build, "nvcc", lambda: "/nowhere/nvcc")
     stale = tmp_path / "_copy_rows.so"
     stale.write_bytes(b"of yesterday")
     missing = build.build_what_works(tmp_path, list(build.TARGETS))
@@ -42,7 +41,7 @@ def test_what_to_build_can_be_chosen(monkeypatch):
 def test_the_paddle_operators_compile_for_tensors_on_a_gpu(tmp_path):
     """Only compiled: a Paddle without GPUs lacks what they would link to."""
     pytest.importorskip("paddle")
-    cuda_compiler()
+    compiler("NVCC")
     command = build.paddle_compiler(build.paddle_root(), with_gpu=True)
     command += ["-c", str(CUSTOM_OPS / "paddle_ops.cu"), "-o", str(tmp_path / "ops.o")]
     done = subprocess.run([each for each in command if each != "-shared"], capture_output=True, text=True, timeout=500)
@@ -52,7 +51,7 @@ def test_the_paddle_operators_compile_for_tensors_on_a_gpu(tmp_path):
 
 @pytest.mark.process
 def test_the_c_copies_are_one_function_and_need_nothing(tmp_path):
-    c_compiler()
+    compiler("CC")
     build.build_cpu(tmp_path / "copies.so")
     assert ctypes.CDLL(str(tmp_path / "copies.so")).copy_rows
 
@@ -60,7 +59,7 @@ def test_the_c_copies_are_one_function_and_need_nothing(tmp_path):
 @pytest.mark.process
 def test_the_ptx_is_renewed_as_it_was(tmp_path):
     """By the nvcc that made it; another one may say the same in other words."""
-    cuda_compiler()
+    compiler("NVCC")
     build.build_ptx(tmp_path / "new.ptx")
     new, shipped = (path.read_text() for path in (tmp_path / "new.ptx", build.PACKAGE_OPS / build.FILES["ptx"]))
     assert new.splitlines()[0] == shipped.splitlines()[0]
@@ -95,3 +94,20 @@ def test_operators_of_another_package_are_not_registered_twice():
     assert done.stdout.startswith(
         "ConfigError another package has registered Paddle operators named swap_cache_per_layer,"
     ), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cuda_version", "nvcc", "chosen"),
+    [("12.6", "/x/nvcc", "/x/nvcc"), ("12.6", "", "/x/g++"), ("False", "/x/nvcc", "/x/g++")],
+)
+def test_operators_are_for_gpus_where_paddle_has_them_and_nvcc_is(tmp_path, monkeypatch, cuda_version, nvcc, chosen):
+    (tmp_path / "version").mkdir()
+    said = f"full_version     = '3.3.0'\ncommit           = 'abc'\ncuda_version     = '{cuda_version}'\n"
+    (tmp_path / "version/__init__.py").write_text(said)
+    monkeypatch.setitem(build.COMPILERS, "NVCC", ())
+    monkeypatch.setenv("NVCC", nvcc)
+    monkeypatch.setenv("CXX", "/x/g++")
+    command = build.paddle_compiler(tmp_path)
+    assert command[0] == chosen
+    assert ("-DPADDLE_WITH_CUDA" in command) == (chosen == "/x/nvcc")
+    assert '-DKVCACHE_PADDLE="3.3.0+abc"' in command
