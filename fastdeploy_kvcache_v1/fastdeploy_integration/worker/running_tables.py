@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...worker.ops.rows import ranges
 from ...worker.slot_set import SlotSet
 from ..task_kind import TaskKind
 from ..transport import RunningRow
@@ -179,3 +178,9 @@ class RunningTables:
         self._rows.clear()
         self._chunks.clear()
         self._read, self._written = SlotSet(), None
+
+
+def ranges(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The numbers of `[firsts[i], firsts[i] + counts[i])`, one range behind the other, int64."""
+    ends = np.cumsum(counts)
+    return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)

@@ -200,7 +200,7 @@ class CudaCopies(Copies):
         if reach > rates.reach:
             self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != RUNS}
         elif KERNEL in rates.ways and KERNEL not in self.left:
-            self._kernel = self._load(cupy, {True: device[0].num_rows, False: host[0].num_rows})
+            self._kernel = self._load(cupy, {True: device[0][0].num_rows, False: host[0][0].num_rows})
         self._ways = tuple(way for way in rates.ways if way not in self.left)
 
     def _host_as_seen_by_the_gpu(self, address: int) -> int:

@@ -109,7 +109,7 @@ class PaddleCopies(Copies):
             [_Role.of(device, host, layer) for device, host in zip(*rows, strict=True)]
             for layer, rows in enumerate(zip(device_layers, host_layers, strict=True))
         ]
-        if device_layers[0].on_gpu and not copies_on_gpu():
+        if device_layers[0][0].on_gpu and not copies_on_gpu():
             raise ConfigError(
                 f"{LIBRARY.name} was built without nvcc, for a CPU: run scripts/build_ops.sh paddle with it"
             )

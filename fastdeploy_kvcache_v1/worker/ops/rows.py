@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +42,6 @@ class BlockRows:
         """True when neighbouring rows are one contiguous range."""
         return self.pitch == self.row_bytes
 
-    def row_address(self, row: int) -> int:
-        return self.address + row * self.pitch
-
     @cached_property
     def array(self) -> ByteRows:
         """Zero-copy uint8 view `[num_rows, row_bytes]`; CPU memory only."""
@@ -55,29 +52,12 @@ class BlockRows:
 
 
 class LayerRows(tuple[BlockRows, ...]):
-    """The rows of one layer, one entry per role, in role order. Immutable; what copies ask of it is found out once."""
+    """The rows of one layer, one entry per role, in role order."""
 
-    @classmethod
-    def of(cls, rows: Iterable[BlockRows]) -> LayerRows:
-        return rows if isinstance(rows, LayerRows) else cls(rows)
-
-    @cached_property
-    def num_rows(self) -> int:
-        """So many rows has every role. At least one role."""
-        return min(row.num_rows for row in self)
-
-    @cached_property
+    @property
     def row_bytes(self) -> tuple[int, ...]:
         """By role."""
         return tuple(row.row_bytes for row in self)
-
-    @cached_property
-    def on_gpu(self) -> bool:
-        """Raises `CacheStateError` where some roles are on the GPU and some are not."""
-        places = {row.on_gpu for row in self}
-        if len(places) > 1:
-            raise CacheStateError("the roles of one side of a swap must be in one kind of memory")
-        return True in places
 
 
 def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
@@ -114,82 +94,34 @@ class CopyRun(NamedTuple):
 
 Prepared = TypeVar("Prepared")
 
-_Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Every row that is read, every row that is written."""
 
+class CopyRuns:
+    """Runs as a table, so that nobody looks at them one by one. Immutable."""
 
-class CopyRuns(Sequence[CopyRun]):
-    """Runs as a table, so that no op looks at them one by one. Immutable."""
-
-    def __init__(self, table: npt.NDArray[np.int64], rows: _Rows | None = None) -> None:
-        """`table` is int64 `[runs, 3]`, C-contiguous, its columns as in `CopyRun`; it must not change any more. `rows`:
-        `sources` and `targets`, where the caller has them."""
+    def __init__(
+        self,
+        table: npt.NDArray[np.int64],
+        sources: npt.NDArray[np.int64],
+        targets: npt.NDArray[np.int64],
+    ) -> None:
+        """`table` is int64 `[runs, 3]`, C-contiguous, its columns as in `CopyRun`. Arrays must not change any more."""
         assert table.dtype == np.int64
-        assert table.ndim == 2
-        assert table.shape[1] == 3
         assert table.flags.c_contiguous
         self.table = table
-        self._given_rows = rows
+        self.sources = sources
+        """Every row that is read, int64 `[blocks]`."""
+        self.targets = targets
+        """Every row that is written, int64 `[blocks]`."""
         self._prepared: dict[Callable[[CopyRuns], Any], Any] = {}
-
-    @classmethod
-    def of(cls, runs: Sequence[CopyRun]) -> CopyRuns:
-        return runs if isinstance(runs, CopyRuns) else cls(np.array(runs, dtype=np.int64).reshape(len(runs), 3))
 
     def __len__(self) -> int:
         return len(self.table)
 
-    @overload
-    def __getitem__(self, index: int) -> CopyRun: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> CopyRuns: ...
-
-    def __getitem__(self, index: int | slice) -> CopyRun | CopyRuns:
-        return CopyRuns(self.table[index]) if isinstance(index, slice) else CopyRun(*self.table[index].tolist())
-
     def __iter__(self) -> Iterator[CopyRun]:
         return map(CopyRun._make, self.table.tolist())
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"CopyRuns({list(self)})"
-
-    @cached_property
-    def lowest(self) -> int:
-        """The smallest source or target row. At least one run."""
-        return int(self.table[:, :2].min())
-
-    @cached_property
-    def source_end(self) -> int:
-        """One past the last row that is read. At least one run."""
-        return int((self.table[:, 0] + self.table[:, 2]).max())
-
-    @cached_property
-    def target_end(self) -> int:
-        """One past the last row that is written. At least one run."""
-        return int((self.table[:, 1] + self.table[:, 2]).max())
-
-    @property
-    def sources(self) -> npt.NDArray[np.int64]:
-        """Every row that is read, int64 `[blocks]`."""
-        return self._rows[0]
-
-    @property
-    def targets(self) -> npt.NDArray[np.int64]:
-        """Every row that is written, int64 `[blocks]`."""
-        return self._rows[1]
-
-    @cached_property
-    def _rows(self) -> _Rows:
-        if self._given_rows is not None:
-            return self._given_rows
-        sources, targets, counts = self.table.T
-        return ranges(sources, counts), ranges(targets, counts)
 
     def prepared(self, prepare: Callable[[CopyRuns], Prepared]) -> Prepared:
         """`prepare(self)`, made once: every layer of a swap-in uses the same runs."""
@@ -197,12 +129,6 @@ class CopyRuns(Sequence[CopyRun]):
             self._prepared[prepare] = prepare(self)
         made: Prepared = self._prepared[prepare]
         return made
-
-
-def ranges(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The numbers of `[firsts[i], firsts[i] + counts[i])`, one range behind the other, int64."""
-    ends = np.cumsum(counts)
-    return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopyRuns:
@@ -214,7 +140,8 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     if len(sources) != len(targets):
         raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
     if not sources:
-        return CopyRuns(np.empty((0, 3), np.int64))
+        nothing = np.empty(0, np.int64)
+        return CopyRuns(nothing.reshape(0, 3), nothing, nothing)
     source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
     written = np.sort(target)
     if (written[1:] == written[:-1]).any():
@@ -227,7 +154,7 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     starts = edges[:-1]
     table = np.empty((len(starts), 3), np.int64)
     table[:, 0], table[:, 1], table[:, 2] = source[starts], target[starts], edges[1:] - starts
-    return CopyRuns(table, (source, target))
+    return CopyRuns(table, source, target)
 
 
 def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[np.int64]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,17 +82,13 @@ class InlineStream(Stream):
 
 
 class CpuStream(Stream):
-    """A daemon thread working off a FIFO. It starts with the first work, in the process that submits it.
-
-    After a fork the child starts an empty stream of its own; work queued before stays with the parent.
-    """
+    """A daemon thread working off a FIFO. It starts with the first work, so that a process may fork before."""
 
     def __init__(self, name: str, delay: Callable[[str], None] | None = None) -> None:
         self.name = name
         self._delay = delay
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._pid = 0
         self._closed = False
         self._failure: BaseException | None = None  # of the current unit; only the stream's thread touches it
 
@@ -119,7 +114,7 @@ class CpuStream(Stream):
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-        if self._thread is not None and self._pid == os.getpid():
+        if self._thread is not None:
             self._thread.join()
 
     @property
@@ -129,16 +124,13 @@ class CpuStream(Stream):
     def _post(self, op: Callable[[], None]) -> None:
         if self._closed:
             raise CacheStateError(f"stream {self.name} is closed")
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            self._queue = SimpleQueue()
-            self._failure = None
-            self._thread = threading.Thread(target=self._run, args=(self._queue,), name=self.name, daemon=True)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             self._thread.start()
         self._queue.put(op)
 
-    def _run(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
-        while (op := queue.get()) is not None:
+    def _run(self) -> None:
+        while (op := self._queue.get()) is not None:
             op()
 
     def _on_begin(self) -> None:

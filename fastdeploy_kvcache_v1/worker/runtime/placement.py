@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -86,23 +86,16 @@ def touch(memory: ByteRows, cpus: Set[int] = frozenset()) -> None:
     num_threads = min(len(chunks), MAX_THREADS, len(cpus or os.sched_getaffinity(0)))
     started = time.monotonic()
     report_at, touched = started + REPORT_EVERY_S, 0
-    with _page_threads(num_threads, cpus) as threads:
+    threads = ThreadPoolExecutor(num_threads, "host-pages", initializer=_run_on, initargs=(cpus,))
+    try:
         for done in as_completed([threads.submit(_touch, chunk) for chunk in chunks]):
             touched += done.result()
             if time.monotonic() >= report_at:
                 report_at += REPORT_EVERY_S
                 logger.info("host memory: %d of %d MiB are there", touched >> 20, memory.size >> 20)
-    logger.info("host memory: %d MiB in %.1f s", memory.size >> 20, time.monotonic() - started)
-
-
-@contextlib.contextmanager
-def _page_threads(num_threads: int, cpus: Set[int]) -> Iterator[ThreadPoolExecutor]:
-    """Threads that touch pages. An interrupt drops the pages that no thread has started."""
-    threads = ThreadPoolExecutor(num_threads, "host-pages", initializer=_run_on, initargs=(cpus,))
-    try:
-        yield threads
-    finally:
+    finally:  # an interrupt drops the pages that no thread has started
         threads.shutdown(cancel_futures=True)
+    logger.info("host memory: %d MiB in %.1f s", memory.size >> 20, time.monotonic() - started)
 
 
 def _run_on(cpus: Set[int]) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import LayerSwapTimeoutError
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.forked import ended_well, start
 from tests.worker.worker_fakes import LIMIT_S
 
 
@@ -49,19 +48,3 @@ def test_no_thread_exists_before_the_first_work(runtime):
     # A join returns as soon as the thread has given up its memory; the kernel's entry of it goes a moment later.
     while is_running():
         time.sleep(0.001)
-
-
-@pytest.mark.process
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_gets_a_working_stream(runtime):
-    stream = runtime.new_stream("a")
-    stream.submit(lambda: None)
-    stream.synchronize()
-
-    def use():
-        seen: list[int] = []
-        stream.submit(seen.append, 1)
-        assert stream.record_event().wait_done(LIMIT_S)
-        assert seen == [1]
-
-    assert ended_well(start(use))
