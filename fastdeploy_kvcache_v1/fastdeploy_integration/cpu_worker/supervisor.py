@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import select
 import signal
@@ -189,12 +190,14 @@ def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
 
 
 def _is_healthy(settings: Settings) -> bool:
-    import httpx  # of an extra, whose lack is one line
-
+    connection = http.client.HTTPConnection(settings.host, settings.port, timeout=HEALTH_TIMEOUT_S)
     try:
-        return httpx.get(f"{settings.url}/health", timeout=HEALTH_TIMEOUT_S, trust_env=False).is_success
-    except httpx.HTTPError:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
         return False
+    finally:
+        connection.close()
 
 
 def _are_weights_cleared(settings: Settings) -> bool:
