@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Generic, TypeVar
 
-from ..errors import BlockPoolError, InvariantError, PoolInUseError
+from ..errors import BlockPoolError, InvariantError
 from ..metadata import DeviceSlot, HostSlot
 
 Slot = TypeVar("Slot", bound=int)
@@ -57,21 +57,17 @@ class BlockPool(Generic[Slot]):
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Take `slots` back. Raises `BlockPoolError`, freeing none, if one is not allocated or named twice."""
-        owned, rest = self._owned, iter(slots)
-        try:
-            if slots and min(slots) < 0:
-                raise IndexError
-            for slot in rest:
-                if not owned[slot]:
-                    raise IndexError
-                owned[slot] = 0
-        except IndexError:
-            done = len(slots) - len(list(rest)) - 1
-            for slot in slots[: max(0, done)]:
-                owned[slot] = 1
-            wrong = "outside the pool, not allocated, or named twice"
-            raise BlockPoolError(f"{self.level} pool: a freed slot is {wrong}: {list(slots)[:8]}") from None
+        self._check_owned(slots)
+        for slot in slots:
+            self._owned[slot] = 0
         self._free.extend(reversed(slots))
+
+    def _check_owned(self, slots: Sequence[Slot]) -> None:
+        owned = self._owned
+        is_inside = not slots or (min(slots) >= 0 and max(slots) < self._size)
+        if not is_inside or len(set(slots)) != len(slots) or not all(map(owned.__getitem__, slots)):
+            wrong = "outside the pool, not allocated, or named twice"
+            raise BlockPoolError(f"{self.level} pool: a freed slot is {wrong}: {list(slots)[:8]}")
 
     def keep_only(self, slots: Iterable[Slot]) -> None:
         """Free everything but `slots`. Raises `BlockPoolError`, changing nothing, if one is not allocated. O(size)."""
@@ -154,19 +150,13 @@ class DeviceBlockPool(BlockPool[DeviceSlot]):
 
     def free(self, slots: Sequence[DeviceSlot]) -> None:
         """As `BlockPool.free`; a slot that is held is free once its last reader lets go of it."""
-        if not self._readers:
-            super().free(slots)
-            return
-        if not self._ownerless.isdisjoint(slots):
-            raise BlockPoolError(f"device pool: a freed slot has been given back already: {list(slots)[:8]}")
+        if self._readers:
+            self._check_owned(slots)
+            if not self._ownerless.isdisjoint(slots):
+                raise BlockPoolError(f"device pool: a freed slot has been given back already: {list(slots)[:8]}")
+            self._ownerless.update(slot for slot in slots if slot in self._readers)
+            slots = [slot for slot in slots if slot not in self._readers]
         super().free(slots)
-        held = [slot for slot in slots if slot in self._readers]
-        if held:
-            del self._free[len(self._free) - len(slots) :]
-            self._free.extend(slot for slot in reversed(slots) if slot not in self._readers)
-            for slot in held:
-                self._owned[slot] = 1
-            self._ownerless.update(held)
 
     def keep_only(self, slots: Iterable[DeviceSlot]) -> None:
         """As `BlockPool.keep_only`; what is held stays allocated as well."""
@@ -184,10 +174,9 @@ class DeviceBlockPool(BlockPool[DeviceSlot]):
         return set(compress(range(size, self._size), self._owned[size:]))
 
     def resize(self, size: int) -> None:
-        """Grow or shrink to `size` slots. Raises `PoolInUseError`, changing nothing, if a slot above is allocated."""
+        """Grow or shrink to `size` slots; none above is allocated."""
         if size < self._size:
-            if in_use := self.slots_above(size):
-                raise PoolInUseError(f"cannot shrink the device pool to {size} blocks: {len(in_use)} above are in use")
+            assert not self.slots_above(size), "what is in use is not taken away"
             self._free = [slot for slot in self._free if slot < size]
             del self._owned[size:]
         else:

@@ -1,4 +1,4 @@
-"""Costs: what it takes to compute a prompt, and to bring blocks over a link, as measured.
+"""Costs: what it takes to compute a prompt, as measured.
 
 What is on the host is always loaded: a batch computes while its swap-ins come in. A store may be slower than computing,
 and a request waits for it first; whether that pays is for `storage/engine/store_costs.py` to say. Not thread-safe.
@@ -20,14 +20,6 @@ not, 0 if both say the same.
 
 FEWEST_TOKENS = 64
 """Of a pass that says something about the cost of a token: what a pass costs anyway weighs less in larger ones."""
-
-MOST_SURPRISE = 4.0
-"""A transfer that takes more times what was expected was held up by something else, and counts as so many times. A link
-that has become slow is known after a few transfers all the same.
-"""
-
-PROBE_EVERY = 32
-"""Where nothing is worth bringing, something is brought every so often, to learn when that changes."""
 
 
 class TwoTermFit:
@@ -95,45 +87,3 @@ class PrefillCosts:
 
 def _seconds_per_token(prefills: Sequence[PrefillTime]) -> float:
     return sum(each.seconds for each in prefills) / max(1, sum(each.num_tokens for each in prefills))
-
-
-class LinkCosts:
-    """A transfer costs something in itself and something for each of its units, and ends on its slowest rank."""
-
-    def __init__(self) -> None:
-        self._fit = TwoTermFit()
-        self._num_declined = 0
-        """Times in a row that nothing was worth bringing."""
-
-    @property
-    def is_known(self) -> bool:
-        """Anything was measured."""
-        return self._fit.is_known
-
-    def measured(self, num_units: float, seconds: float) -> None:
-        """A transfer ended well, on every rank."""
-        if num_units <= 0 or seconds <= 0:
-            return
-        if self._fit.is_known:
-            expected_s = self._fit.value(num_units, 1.0)
-            if self._num_declined and seconds < expected_s:
-                self._fit = TwoTermFit()  # the next probe is far away: one that was fast is believed at once
-            seconds = min(seconds, MOST_SURPRISE * expected_s)
-        self._fit.measured(num_units, 1.0, seconds)
-
-    def seconds(self, num_units: float, num_transfers: int = 1) -> float:
-        """What so many units take, in so many transfers one after the other."""
-        return self._fit.value(num_units, num_transfers)
-
-    def paid(self) -> None:
-        """Something is worth bringing."""
-        self._num_declined = 0
-
-    def declined(self) -> bool:
-        """Nothing is. Returns True now and then: bring something all the same."""
-        self._num_declined += 1
-        return self._num_declined % PROBE_EVERY == 0
-
-    def not_tried(self) -> None:
-        """There was nothing to bring after the last `declined`, which was True: the next one is, too."""
-        self._num_declined -= 1

@@ -17,7 +17,7 @@ from typing import Any
 from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot, HostSlot
 from .residency import Residency
 from .reuse.history import Stretch
-from .run import Run
+from .run import DEVICE, Run
 
 
 class RadixTree:
@@ -62,7 +62,7 @@ class RadixTree:
         for run, count in self._look(hashes, end):
             if not run.on_device or run.open is CacheLevel.DEVICE:
                 break
-            slots += run.device_slots_of(max(0, first - begin), count)
+            slots += run.slots(DEVICE, run.start + max(0, first - begin), run.start + count)
             begin += count
         return slots
 
@@ -175,9 +175,9 @@ class RadixTree:
             run = self.split(run, taken)
         if run.child(hashes[known]) is not None:
             return 0  # on its way to the host: it cannot be found yet, but it is cached
-        added = (Run.on_host if level is CacheLevel.HOST else Run.of)(hashes[known:end], slots[-num_new:])
+        added = Run.of(hashes[known:end], slots[-num_new:], level)
         run.add_child(added)
-        self._residency.add_loaded(added)
+        self._residency.add(added)
         if added.fits_parent():
             self._residency.join(added)  # it could not have left before these blocks anyway
         return num_new
@@ -255,7 +255,7 @@ class RadixTree:
             return leaf
         run = Run.of(hashes, slots)
         leaf.add_child(run)
-        self._residency.add_new(run)
+        self._residency.add(run, pins=1)
         return run
 
     def _undo_splits(self, leaf: Run) -> None:

@@ -88,14 +88,11 @@ class RequestState:
         self.tail += slots
         self.num_tokens = max(self.num_tokens, self.num_blocks * block_size)
 
-    def hand_over(self, count: int) -> list[DeviceSlot]:
-        """The tree is to take the first `count` blocks behind the cached ones; returns their slots."""
-        slots = self.tail[:count]
-        del self.tail[:count]
-        return slots
-
     def cache(self, runs: Sequence[Run], slots: Sequence[DeviceSlot], duplicates: Sequence[int]) -> None:
-        """The tree holds the blocks of `slots` in `runs` now: in other slots where the index is in `duplicates`."""
+        """The tree holds the blocks of `slots`, the first ones behind the cached ones, in `runs` now: in other slots
+        where the index is in `duplicates`.
+        """
+        del self.tail[: len(slots)]
         for index in duplicates:
             self.duplicates[self.num_cached + index] = slots[index]
         self.leaf = runs[-1]

@@ -105,7 +105,7 @@ class RequestTable:
         first = request.num_cached
         if end <= first or not self._may_cache(request):
             return
-        slots = request.hand_over(end - first)
+        slots = request.tail[: end - first]
         runs, duplicates = self._tree.insert(request.leaf, request.sequence.hashes[first:end], slots)
         request.cache(runs, slots, duplicates)
         self._counters.duplicate_blocks += len(duplicates)
@@ -145,7 +145,7 @@ class RequestTable:
         if touch and self._history is not None and not request.leaf.detached:
             stretches = self._history.ended(request.sequence.hashes, request.num_cached, request.watched)
             self._tree.mark(request.leaf, request.num_cached, stretches, self._history.now)
-        self._tiering.free_device(request.own_slots())
+        self._tiering.free(request.own_slots(), CacheLevel.DEVICE)
         self._tree.release(request.leaf, touch=touch)
 
     # ---- all requests

@@ -17,7 +17,7 @@ from .invariants import check_queue, check_runs, expect
 from .places import HostCopy, HostReader, RunQueue
 from .policies.doubles import Doubles
 from .policies.order import EvictionOrder
-from .run import Run
+from .run import DEVICE, Run
 
 
 class Residency:
@@ -121,20 +121,15 @@ class Residency:
 
     # ---- slots
 
-    def add_new(self, run: Run) -> None:
-        """`run`, on the device and used by one request, has just been added to the tree."""
-        run.pins = 1
-        self._tell_stored(CacheLevel.DEVICE, run)
-
-    def add_loaded(self, run: Run) -> None:
-        """`run`, in one tier and used by no request, has just been added to the tree: its bytes came from outside."""
-        if run.host is not None:
-            self.host_order.enter(run.host)
-            self._tell_stored(CacheLevel.HOST, run)
-        else:
+    def add(self, run: Run, *, pins: int = 0) -> None:
+        """`run`, in one tier and used by `pins` requests, has just been added to the tree."""
+        run.pins = pins
+        if not pins and run.on_device:
             self.num_device_evictable += run.length
             self.device_order.enter(run)
-            self._tell_stored(CacheLevel.DEVICE, run)
+        elif not pins and run.host is not None:
+            self.host_order.enter(run.host)
+        self._tell_stored(CacheLevel.DEVICE if run.on_device else CacheLevel.HOST, run)
 
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         """The pinned `run`, whose bytes are in `slots`, is now on the device."""
@@ -217,7 +212,11 @@ class Residency:
 
     def next_device_victim(self) -> Run | None:
         """The run that is to leave the device next; None if none can. What cannot is out of the way now."""
-        return next((run for run in self.next_to_leave() if self._is_device_victim(run)), None)
+        for run in self.next_to_leave():
+            if not run.device_children:
+                return run
+            self.device_order.leave(run)
+        return None
 
     def next_to_leave(self) -> Iterator[Run]:
         """Device runs in the order in which they will leave if nothing uses them. One in use is out of the way now. The
@@ -228,11 +227,6 @@ class Residency:
                 self.device_order.leave(run)
             else:
                 yield run
-
-    def _is_device_victim(self, run: Run) -> bool:
-        if run.device_children:
-            self.device_order.leave(run)
-        return not run.device_children
 
     def next_host_victim(self) -> Run | None:
         """The run whose host copy is to go next; None if no copy can go. What cannot is out of the way now."""
@@ -273,16 +267,13 @@ class Residency:
 
     # ---- readers from outside the two tiers
 
-    def begin_reading(self, run: Run, reader: HostReader) -> None:
-        """The host slots of `run` stay as they are until `end_reading`."""
+    def begin_reading(self, run: Run, *readers: HostReader) -> None:
+        """The host slots of `run` stay as they are until `end_reading` of each reader."""
         assert run.host is not None, "only host slots are read from outside"
-        self._begin_reading(run.host, (reader,))
-
-    def _begin_reading(self, host: HostCopy, readers: Iterable[HostReader]) -> None:
+        run.host.readers += readers
         for reader in readers:
-            host.readers += (reader,)
-            reader.copies.append(host)
-            self._read[host] = None
+            reader.copies.append(run.host)
+            self._read[run.host] = None
 
     def end_reading(self, reader: HostReader) -> None:
         for host in reader.copies:
@@ -303,7 +294,7 @@ class Residency:
             self.device_order.cut(head, run)
         if run.host is not None:
             head.host = HostCopy(head)
-            self._begin_reading(head.host, run.host.readers)
+            self.begin_reading(head, *run.host.readers)
             if run.host.is_double:
                 head.host.is_double = True
                 RunQueue.insert_after(head.host, run.host)
@@ -331,7 +322,7 @@ class Residency:
 
     def start_swap_out(self, run: Run, slots: Sequence[HostSlot]) -> None:
         """Open the copy of a device run into host `slots`. The device side may go at once: evictions run first."""
-        assert run.host is None and len(slots) == run.length, "one host slot per block"
+        assert run.on_device and run.host is None and len(slots) == run.length, "one host slot per block"
         run.open = CacheLevel.HOST
         self._open[run] = None
         host = run.enter_host(slots)
@@ -377,7 +368,7 @@ class Residency:
         """Raises `InvariantError` naming the first broken invariant, given the whole tree, parents first; O(cache)."""
         runs = list(findable)
         check_runs(runs, self._detached.keys(), self._open.keys())
-        sources = [slot for run in self.open_copies(CacheLevel.HOST) for slot in run.latest_device_slots]
+        sources = [slot for run in self.open_copies(CacheLevel.HOST) for slot in run.slots(DEVICE, run.start, run.end)]
         in_pool = all(0 <= slot < self.device_pool.size for slot in sources)
         expect(in_pool, "an open copy reads a device slot outside the pool")
         waiting = {run for run in runs if run.device_children}

@@ -79,17 +79,12 @@ class Run(Link):
         """Can no longer be found, and only waits for its last user."""
 
     @classmethod
-    def of(cls, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Run:
-        """A run with cells of its own for blocks in device `slots`."""
+    def of(cls, hashes: Sequence[BlockHash], slots: Sequence[Any], level: CacheLevel = CacheLevel.DEVICE) -> Run:
+        """A run with cells of its own for blocks in `slots` of tier `level`."""
         run = cls(_cells(hashes, slots), 0, len(hashes))
-        run.on_device = True
-        return run
-
-    @classmethod
-    def on_host(cls, hashes: Sequence[BlockHash], slots: Sequence[HostSlot]) -> Run:
-        """A run with cells of its own for blocks in host `slots`."""
-        run = cls(_cells(hashes, [None] * len(hashes)), 0, len(hashes))
-        run.enter_host(slots)
+        run.on_device = level is CacheLevel.DEVICE
+        if not run.on_device:
+            run.enter_host(slots)
         return run
 
     # ---- its blocks
@@ -107,32 +102,23 @@ class Run(Link):
         """A copy; O(length)."""
         return self.cells[WIDTH * self.start : WIDTH * self.end : WIDTH]
 
+    def slots(self, tier: int, begin: int, end: int) -> list[Any]:
+        """In `DEVICE` or `HOST`, of its blocks at places `[begin, end)` of its cells. A copy; O(end - begin).
+
+        Those on the device are what an open copy to the host reads, also after the run has left the device: the copy
+        comes before whatever the slots are used for next.
+        """
+        return self.cells[WIDTH * begin + tier : WIDTH * end : WIDTH]
+
     @property
     def device_slots(self) -> list[DeviceSlot]:
         """A copy, empty if it is not on the device; O(length)."""
-        return self.latest_device_slots if self.on_device else []
-
-    def device_slots_of(self, begin: int, end: int) -> list[DeviceSlot]:
-        """Of blocks `[begin, end)` of this run, which is on the device. A copy; O(end - begin)."""
-        first = WIDTH * (self.start + begin) + DEVICE
-        return self.cells[first : WIDTH * (self.start + end) : WIDTH]
-
-    @property
-    def latest_device_slots(self) -> list[DeviceSlot]:
-        """What an open copy to the host reads, also after the run has left the device: the copy comes before whatever
-        the slots are used for next. A copy; O(length).
-        """
-        return self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH]
-
-    def host_slots_of(self, begin: int, end: int) -> list[HostSlot]:
-        """Of blocks `[begin, end)` of this run, which is on the host. A copy; O(end - begin)."""
-        first = WIDTH * (self.start + begin) + HOST
-        return self.cells[first : WIDTH * (self.start + end) : WIDTH]
+        return self.slots(DEVICE, self.start, self.end) if self.on_device else []
 
     @property
     def host_slots(self) -> list[HostSlot]:
         """A copy, empty if it is not on the host; O(length)."""
-        return [] if self.host is None else self.cells[WIDTH * self.start + HOST : WIDTH * self.end : WIDTH]
+        return [] if self.host is None else self.slots(HOST, self.start, self.end)
 
     @property
     def first_hash(self) -> BlockHash:
@@ -379,7 +365,7 @@ class Run(Link):
         return parent
 
 
-def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot | None]) -> Cells:
+def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Cells:
     cells: Cells = [None] * (WIDTH * len(hashes))
     cells[::WIDTH] = hashes
     cells[DEVICE::WIDTH] = slots

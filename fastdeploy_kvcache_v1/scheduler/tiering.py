@@ -6,6 +6,7 @@ Collects the copies of the scheduling step that is being decided. Not thread-saf
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from itertools import chain
 from typing import Any
 
 from ..errors import PoolInUseError
@@ -25,7 +26,7 @@ from .lookahead import Lookahead
 from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
 from .residency import Residency
-from .run import Run
+from .run import DEVICE, Run
 from .told_copies import ToldCopies
 
 
@@ -73,10 +74,6 @@ class Tiering:
             assert victim is not None, "blocks counted as evictable can be evicted"
             self._evict_device(victim)
         return pool.allocate(count)
-
-    def free_device(self, slots: Sequence[DeviceSlot]) -> None:
-        """Slots outside the tree are free again."""
-        self._residency.device_pool.free(slots)
 
     def swap_in(self, path: Sequence[Run], slots: Sequence[DeviceSlot]) -> None:
         """Plan the copies that bring the blocks of the pinned `path` to the device that are not there yet."""
@@ -135,8 +132,7 @@ class Tiering:
         copied = evicted + read
         if not copied:
             return SwapStep(step)
-        evict = _copies(NO_EVICT, _device_slots(evicted), _host_slots(evicted))
-        swap_in = _copies(NO_SWAP_IN, _host_slots(read), _device_slots(read))
+        evict, swap_in = _copies(NO_EVICT, evicted), _copies(NO_SWAP_IN, read)
         self._counters.swap_out_blocks += len(evict)
         self._counters.swap_in_blocks += len(swap_in)
         self.told.remember(step, copied)
@@ -170,7 +166,7 @@ class Tiering:
         hit = [run for run in self._tree.runs() if not above.isdisjoint(run.device_slots)]
         evictable = {slot for run in hit if not run.pins for slot in run.device_slots}
         outgoing = self._residency.open_copies(CacheLevel.HOST)
-        to_copy = {slot for run in outgoing for slot in run.latest_device_slots if slot >= size}
+        to_copy = {slot for run in outgoing for slot in run.slots(DEVICE, run.start, run.end) if slot >= size}
         read = {slot for slot in self._residency.device_pool.held_slots() if slot >= size}
         in_use = (above - evictable) | to_copy | read
         if in_use:
@@ -233,18 +229,9 @@ class Tiering:
         if run.host is None and self._residency.host_pool.size and self._policy.saves_at_eviction:
             if self._is_declined(run):
                 self._counters.backup_declined_blocks += run.length
-            else:
-                self._save(run)
+            else:  # where there is room for a part, its upper part stays, and is the next victim
+                self._count_skipped(self._back_up([run]))
         self._drop_device(run)
-
-    def _save(self, run: Run) -> None:
-        """Copy the blocks of `run`, which leaves the device, to the host, if there is room."""
-        room = self._make_host_room(run.length)
-        if 0 < room < run.length:
-            self._start_swap_out(self._tree.split(run, room))  # the upper part stays, and is the next victim
-        elif room:
-            self._start_swap_out(run)
-        self._count_skipped(run.length if run.host is None else 0)
 
     def _is_declined(self, run: Run) -> bool:
         """Is `run` worth less than what would have to leave the host for it?"""
@@ -292,17 +279,13 @@ class Tiering:
                 room = self._make_host_room(run.length)
                 skipped += run.length - room
                 if room:
-                    self._start_swap_out(run if room == run.length else self._tree.split(run, room))
+                    saved = run if room == run.length else self._tree.split(run, room)
+                    self._residency.start_swap_out(saved, self._residency.host_pool.allocate(room))
         return skipped
 
     def _count_skipped(self, num_blocks: int) -> None:
         if self._residency.host_pool.size:
             self._counters.backup_skipped_blocks += num_blocks
-
-    def _start_swap_out(self, run: Run) -> None:
-        assert run.on_device
-        slots = self._residency.host_pool.allocate(run.length)
-        self._residency.start_swap_out(run, slots)
 
     def _make_host_room(self, count: int) -> int:
         """Evict from the host until `count` slots are free or nothing evictable is left; returns how many are."""
@@ -321,20 +304,11 @@ class Tiering:
         return count
 
 
-def _device_slots(runs: Sequence[Run]) -> list[DeviceSlot]:
-    slots: list[DeviceSlot] = []
-    for run in runs:
-        slots += run.latest_device_slots
-    return slots
-
-
-def _host_slots(runs: Sequence[Run]) -> list[HostSlot]:
-    slots: list[HostSlot] = []
-    for run in runs:
-        slots += run.host_slots
-    return slots
-
-
-def _copies(none: CacheSwapMetadata, sources: Sequence[int], targets: Sequence[int]) -> CacheSwapMetadata:
-    """Copies in the direction of `none`, which it is if there are none: most steps have none."""
-    return CacheSwapMetadata(none.source, none.target, tuple(sources), tuple(targets)) if sources else none
+def _copies(none: CacheSwapMetadata, runs: Sequence[Run]) -> CacheSwapMetadata:
+    """Of `runs`, in the direction of `none`, which it is if there are none: most steps have none."""
+    if not runs:
+        return none
+    on_device = tuple(chain.from_iterable([run.slots(DEVICE, run.start, run.end) for run in runs]))
+    on_host = tuple(chain.from_iterable([run.host_slots for run in runs]))
+    slots = (on_device, on_host) if none.source is CacheLevel.DEVICE else (on_host, on_device)
+    return CacheSwapMetadata(none.source, none.target, *slots)

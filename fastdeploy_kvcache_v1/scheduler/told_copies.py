@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 from ..metadata import CacheLevel
-from .run import Run
+from .run import HOST, Run
 
 REMEMBERED_STEPS = 256
 """A copy that fails later than this many steps with copies after it was told is searched for in the whole cache."""
@@ -61,7 +61,7 @@ class ToldCopy:
             for run, first, last in parts:
                 begin, end = max(first, self._first + low), min(last, self._first + high)
                 for at in range(begin, end, LOOKED_AT_ONCE):
-                    some = run.host_slots_of(at - run.start, min(at + LOOKED_AT_ONCE, end) - run.start)
+                    some = run.slots(HOST, at, min(at + LOOKED_AT_ONCE, end))
                     places = [at + number for number, slot in enumerate(some) if slot in slots]
                     if places:
                         found.setdefault(run, []).extend(places)

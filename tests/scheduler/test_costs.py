@@ -1,4 +1,4 @@
-"""What computing and a link are learned to cost, and what is learned of a time that is a sum of two terms."""
+"""What computing is learned to cost, and what is learned of a time that is a sum of two terms."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.costs import (
-    FEWEST_TOKENS,
-    MOST_SURPRISE,
-    PROBE_EVERY,
-    LinkCosts,
-    PrefillCosts,
-    TwoTermFit,
-)
+from fastdeploy_kvcache_v1.scheduler.costs import FEWEST_TOKENS, PrefillCosts, TwoTermFit
 from fastdeploy_kvcache_v1.timings import PrefillTime, positions
 
 
@@ -44,55 +37,6 @@ def test_the_slowest_rank_counts(slow: int) -> None:
     costs.computed_by_rank({})
     costs.computed_by_rank({0: []})
     assert costs.seconds(0, 10) == pytest.approx(50.0), "no news"
-
-
-def link(seconds_per_unit: float) -> LinkCosts:
-    costs = LinkCosts()
-    costs.measured(100, 100 * seconds_per_unit)
-    return costs
-
-
-def test_what_took_no_time_says_nothing_of_a_link() -> None:
-    costs = LinkCosts()
-    costs.measured(0, 1.0)
-    costs.measured(1, 0.0)
-    assert not costs.is_known
-    assert link(1.0).is_known
-
-
-def test_a_transfer_costs_something_in_itself() -> None:
-    costs = link(1.0)
-    for num_units in (10, 1000, 300, 2000) * 20:
-        costs.measured(num_units, 100 + 0.01 * num_units)
-    assert costs.seconds(1000) == pytest.approx(110, rel=0.01)
-    assert costs.seconds(1000, 5) == pytest.approx(510, rel=0.01)
-
-
-def test_one_slow_moment_counts_four_times_what_was_expected() -> None:
-    costs = link(0.1)
-    costs.measured(100, 1e6)
-    assert costs.seconds(100) <= MOST_SURPRISE * 10
-
-
-def test_a_link_that_has_become_slow_is_known_after_a_few_transfers() -> None:
-    costs = link(0.1)
-    for _ in range(20):
-        costs.measured(100, 100 * 1000.0)
-    assert costs.seconds(100) > 100 * 1000.0 / MOST_SURPRISE
-
-
-def test_a_hopeless_link_is_tried_now_and_then_and_one_fast_trial_is_believed() -> None:
-    costs = link(1e6)
-    assert [costs.declined() for _ in range(3 * PROBE_EVERY)] == ([False] * (PROBE_EVERY - 1) + [True]) * 3
-    costs.not_tried()
-    assert costs.declined(), "nothing was there to try"
-    costs.measured(10, 1.0)
-    assert costs.seconds(100) == pytest.approx(10.0)
-    costs.paid()
-    assert not costs.declined()
-    costs.paid()
-    costs.measured(10, 0.5)
-    assert costs.seconds(100) > 5.0, "nothing was declined: one fast transfer is one of many"
 
 
 # ---- a sum of two terms

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.scheduler.run import DEVICE
 
 from .small_world import Event, Rank, Scope, World
 
@@ -91,7 +92,7 @@ def text(world: World) -> str:
     counts_hits = bool(manager._tiering._policy.hits_that_count)
     parts: list[Any] = [counts_hits and sorted(world.preempted), world.faults_left]
     for run in number:
-        places = [run.latest_device_slots if run.on_device or run.open else [], run.host_slots]
+        places = [run.slots(DEVICE, run.start, run.end) if run.on_device or run.open else [], run.host_slots]
         state = [run.on_device, run.open, run.pins, run.hits, run.detached, run.is_read, number.get(run.parent)]
         joins = [run.ends_its_cells, run.parent is not None and run.parent.cells is run.cells]
         blocks = [tags[block] for block in run.hashes]

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from ...metadata import BlockHash
 from ..run import Run
 from .ages import LiveAges
-from .depths import last_watched
 from .judge import Judge
 from .rates import AGE_CLASSES, CLASSES, MOST_USES, NUM_CLASSES, ReuseRates, table
-from .watched import IN_USE, Group, WatchedBlocks
+from .watched import IN_USE, Group, WatchedBlocks, last_watched
 
 REQUESTS_PER_REFRESH = 64
 

@@ -1,4 +1,4 @@
-"""WatchedBlocks: the watched blocks of past prompts, in groups that the same requests have used.
+"""WatchedBlocks: some blocks of past prompts, four in each octave of depth, in groups that the same requests have used.
 
 A group is to watched blocks what a run is to cached ones: a request that uses all of it costs the same however many
 blocks it has. It is cut where a prompt leaves it, or ends.
@@ -10,13 +10,37 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from ...metadata import BlockHash
-from .depths import DEPTHS, INDICES
+
+PER_OCTAVE = 4
+DEEPEST = 1 << 26
+
+
+def _depths() -> tuple[int, ...]:
+    depths, step = list(range(1, PER_OCTAVE)), 1
+    while depths[-1] < DEEPEST:
+        depths += [step * mantissa for mantissa in range(PER_OCTAVE, 2 * PER_OCTAVE)]
+        step *= 2
+    return tuple(depths)
+
+
+DEPTHS = _depths()
+"""In blocks from the start of the prompt, ascending. The same for every prompt, so prompts with a common prefix have
+common watched blocks; each stands for the blocks between the one before and itself."""
+
+INDICES = tuple(depth - 1 for depth in DEPTHS)
+"""The same, counted from 0."""
 
 ABOVE = (0, *DEPTHS)
 """Blocks of a prompt above those that its watched blocks, from each on, stand for."""
 
 IN_USE = -1
 """In place of a time: a running request uses the blocks, so no eviction can take them."""
+
+
+def last_watched(depth: int) -> int:
+    """The deepest watched block up to `depth`; 0 if there is none."""
+    end = bisect_right(DEPTHS, depth)
+    return DEPTHS[end - 1] if end else 0
 
 
 class Group:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...scheduler.costs import FEWEST_TOKENS, PROBE_EVERY, LinkCosts
-
-__all__ = ["PIECE_BLOCKS", "ComputeSeconds", "StoreCosts"]
+from ...scheduler.costs import FEWEST_TOKENS, TwoTermFit
 
 PIECE_BLOCKS = 32
 """Loaded as one: what has arrived when a request starts is used, in such pieces."""
 
 KEPT_SHARE = 0.8
 """Of what questions took before, at each answer that took longer."""
+
+MOST_SURPRISE = 4.0
+"""A piece that takes more times what was expected was held up by something else, and counts as so many times. A store
+that has become slow is known after a few pieces all the same.
+"""
+
+PROBE_EVERY = 32
+"""Where nothing is worth loading, something is loaded every so often, to learn when that changes."""
 
 ComputeSeconds = Callable[[int, int], float | None]
 """What computing tokens `[start, end)` of a prompt takes: `PrefillCosts.seconds`."""
@@ -28,7 +34,10 @@ class StoreCosts:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._loads = LinkCosts()
+        self._loads = TwoTermFit()
+        """A piece costs something in itself and something for each of its blocks."""
+        self._num_declined = 0
+        """Times in a row that nothing was worth waiting for."""
         self._question_s: float | None = None
         self._num_unweighed = 0
         """Requests so far of which nobody knows what they save."""
@@ -41,7 +50,14 @@ class StoreCosts:
 
     def loaded(self, num_blocks: int, seconds: float) -> None:
         """A piece has arrived as a whole, on every rank."""
-        self._loads.measured(num_blocks, seconds)
+        if num_blocks <= 0 or seconds <= 0:
+            return
+        if self._loads.is_known:
+            expected_s = self._loads.value(num_blocks, 1.0)
+            if self._num_declined and seconds < expected_s:
+                self._loads = TwoTermFit()  # the next trial is far away: one that was fast is believed at once
+            seconds = min(seconds, MOST_SURPRISE * expected_s)
+        self._loads.measured(num_blocks, 1.0, seconds)
 
     def is_worth_waiting(self, begin: int, end: int, *, num_ahead: int, has_asked: bool) -> bool:
         """For blocks `[begin, end)` of a prompt, behind `num_ahead` blocks for others?"""
@@ -50,7 +66,7 @@ class StoreCosts:
             return True
         question_s = 0.0 if has_asked else self._question_s or 0.0
         pieces = -(-(end - begin) // PIECE_BLOCKS) - (-num_ahead // PIECE_BLOCKS)
-        return question_s + self._loads.seconds(end - begin + num_ahead, pieces) <= saved_s
+        return question_s + self._loads.value(end - begin + num_ahead, pieces) <= saved_s
 
     def blocks_to_compute(self, begin: int, end: int, num_tokens: int) -> int:
         """Of the stored blocks `[begin, end)` of a prompt of `num_tokens` tokens: how many of the last ones are to be
@@ -67,12 +83,13 @@ class StoreCosts:
 
     def waits(self) -> None:
         """A request waits because that is worth it."""
-        self._loads.paid()
+        self._num_declined = 0
 
     def declined(self) -> bool:
         """One does not wait. Returns True now and then: it should all the same, for a piece."""
-        return self._loads.declined()
+        self._num_declined += 1
+        return self._num_declined % PROBE_EVERY == 0
 
     def not_tried(self) -> None:
         """Nothing was stored of the prompt for which `declined` was True: the next one is tried."""
-        self._loads.not_tried()
+        self._num_declined -= 1

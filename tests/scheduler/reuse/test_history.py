@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from fastdeploy_kvcache_v1.metadata import BlockHash
-from fastdeploy_kvcache_v1.scheduler.reuse.depths import last_watched
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory, Stretch
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import CLASSES, MOST_USES
-from fastdeploy_kvcache_v1.scheduler.reuse.watched import Group
+from fastdeploy_kvcache_v1.scheduler.reuse.watched import Group, last_watched
 
 from ..scenario import cached, manager, prompt, run, start
 

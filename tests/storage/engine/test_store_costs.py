@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.costs import PROBE_EVERY
-from fastdeploy_kvcache_v1.storage.engine.store_costs import PIECE_BLOCKS, StoreCosts
+from fastdeploy_kvcache_v1.storage.engine.store_costs import MOST_SURPRISE, PIECE_BLOCKS, PROBE_EVERY, StoreCosts
 
 BLOCK = 16
 
@@ -84,3 +83,43 @@ def test_now_and_then_the_end_of_a_prompt_is_computed_until_it_is_known_what_tha
     assert counts == ([0] * (PROBE_EVERY - 1) + [count]) * 2
     known = costs_of(1.0, 1.0)
     assert not any(known.blocks_to_compute(begin, end, num_tokens) for _ in range(2 * PROBE_EVERY))
+
+
+def test_what_took_no_time_says_nothing() -> None:
+    costs = costs_of(None, 1e-9)
+    costs.loaded(0, 1.0)
+    costs.loaded(1, 0.0)
+    assert waits(costs, 10), "nothing is known"
+
+
+def test_one_slow_moment_counts_four_times_what_was_expected() -> None:
+    costs = costs_of(1.0, 1.0)
+    costs.loaded(PIECE_BLOCKS, 1e6)
+    assert waits(costs_like(costs, MOST_SURPRISE), 10)
+    for _ in range(20):
+        costs.loaded(PIECE_BLOCKS, 1e6)
+    assert not waits(costs_like(costs, 1000.0), 10), "a store that has become slow is known after a few"
+
+
+def costs_like(costs: StoreCosts, saved_s: float) -> StoreCosts:
+    """The same, and each block saves so much."""
+    costs.compute_s = lambda start, end: (end - start) / BLOCK * saved_s
+    return costs
+
+
+def test_a_hopeless_store_is_tried_now_and_then_and_one_fast_trial_is_believed() -> None:
+    costs = costs_of(1e6, 1.0)
+    assert [costs.declined() for _ in range(3 * PROBE_EVERY)] == ([False] * (PROBE_EVERY - 1) + [True]) * 3
+    costs.not_tried()
+    assert costs.declined(), "nothing was there to try"
+    costs.loaded(10, 1.0)
+    assert waits(costs, 10)
+    costs.waits()
+    assert not costs.declined()
+
+
+def test_a_fast_piece_is_one_of_many_while_requests_wait() -> None:
+    costs = costs_of(1.0, 0.5)
+    costs.waits()
+    costs.loaded(10, 0.1)
+    assert not waits(costs, 10)

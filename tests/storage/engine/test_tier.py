@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheAccess, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.scheduler.costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask
 from fastdeploy_kvcache_v1.storage.engine import stores
 from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_S
+from fastdeploy_kvcache_v1.storage.engine.store_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
 from fastdeploy_kvcache_v1.storage.messages import QueryDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.settings import Prefetch
