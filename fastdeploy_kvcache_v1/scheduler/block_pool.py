@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Generic, TypeVar
 
-from ..errors import BlockPoolError, InvariantError
+from ..errors import BlockPoolError
 from ..metadata import DeviceSlot, HostSlot
+from .invariants import expect
 
 Slot = TypeVar("Slot", bound=int)
 
@@ -57,17 +58,21 @@ class BlockPool(Generic[Slot]):
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Take `slots` back. Raises `BlockPoolError`, freeing none, if one is not allocated or named twice."""
-        self._check_owned(slots)
-        for slot in slots:
-            self._owned[slot] = 0
-        self._free.extend(reversed(slots))
-
-    def _check_owned(self, slots: Sequence[Slot]) -> None:
-        owned = self._owned
-        is_inside = not slots or (min(slots) >= 0 and max(slots) < self._size)
-        if not is_inside or len(set(slots)) != len(slots) or not all(map(owned.__getitem__, slots)):
+        owned, rest = self._owned, iter(slots)
+        try:  # in one pass: to check all of them first takes nearly twice as long
+            if slots and min(slots) < 0:
+                raise IndexError
+            for slot in rest:
+                if not owned[slot]:
+                    raise IndexError
+                owned[slot] = 0
+        except IndexError:
+            done = len(slots) - len(list(rest)) - 1
+            for slot in slots[: max(0, done)]:
+                owned[slot] = 1
             wrong = "outside the pool, not allocated, or named twice"
-            raise BlockPoolError(f"{self.level} pool: a freed slot is {wrong}: {list(slots)[:8]}")
+            raise BlockPoolError(f"{self.level} pool: a freed slot is {wrong}: {list(slots)[:8]}") from None
+        self._free.extend(reversed(slots))
 
     def keep_only(self, slots: Iterable[Slot]) -> None:
         """Free everything but `slots`. Raises `BlockPoolError`, changing nothing, if one is not allocated. O(size)."""
@@ -85,24 +90,19 @@ class BlockPool(Generic[Slot]):
 
     def check(self) -> None:
         """Raises `InvariantError` unless free and allocated slots partition `0 .. size-1`."""
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise InvariantError(f"{self.level} pool: a slot is on the free list twice")
-        allocated = self.allocated_slots()
-        if free & allocated:
-            raise InvariantError(f"{self.level} pool: slots both free and allocated: {sorted(free & allocated)}")
-        if free | allocated != set(range(self._size)) or len(self._owned) != self._size:
-            raise InvariantError(f"{self.level} pool: slots lost or out of range 0..{self._size - 1}")
+        free, allocated = set(self._free), self.allocated_slots()
+        expect(len(free) == len(self._free), f"{self.level} pool: a slot is on the free list twice")
+        expect(not free & allocated, f"{self.level} pool: slots both free and allocated: {sorted(free & allocated)}")
+        is_whole = free | allocated == set(range(self._size)) and len(self._owned) == self._size
+        expect(is_whole, f"{self.level} pool: slots lost or out of range 0..{self._size - 1}")
 
     def check_owners(self, slots: Sequence[Slot]) -> None:
         """`check`, and raises `InvariantError` unless `slots`, which all owners hold, are the allocated ones."""
         self.check()
-        if len(slots) != len(set(slots)):
-            raise InvariantError(f"{self.level} pool: a slot has two owners")
-        if not self.allocated_slots().issuperset(slots):
-            raise InvariantError(f"{self.level} pool: a slot is used that is free")
-        if len(slots) != self.num_allocated:
-            raise InvariantError(f"{self.level} pool: {self.num_allocated - len(slots)} slots leaked")
+        expect(len(slots) == len(set(slots)), f"{self.level} pool: a slot has two owners")
+        expect(self.allocated_slots().issuperset(slots), f"{self.level} pool: a slot is used that is free")
+        num_leaked = self.num_allocated - len(slots)
+        expect(not num_leaked, f"{self.level} pool: {num_leaked} slots leaked")
 
 
 class DeviceBlockPool(BlockPool[DeviceSlot]):
@@ -150,13 +150,19 @@ class DeviceBlockPool(BlockPool[DeviceSlot]):
 
     def free(self, slots: Sequence[DeviceSlot]) -> None:
         """As `BlockPool.free`; a slot that is held is free once its last reader lets go of it."""
-        if self._readers:
-            self._check_owned(slots)
-            if not self._ownerless.isdisjoint(slots):
-                raise BlockPoolError(f"device pool: a freed slot has been given back already: {list(slots)[:8]}")
-            self._ownerless.update(slot for slot in slots if slot in self._readers)
-            slots = [slot for slot in slots if slot not in self._readers]
+        if not self._readers:
+            super().free(slots)
+            return
+        if not self._ownerless.isdisjoint(slots):
+            raise BlockPoolError(f"device pool: a freed slot has been given back already: {list(slots)[:8]}")
         super().free(slots)
+        held = [slot for slot in slots if slot in self._readers]
+        if held:
+            del self._free[len(self._free) - len(slots) :]
+            self._free.extend(slot for slot in reversed(slots) if slot not in self._readers)
+            for slot in held:
+                self._owned[slot] = 1
+            self._ownerless.update(held)
 
     def keep_only(self, slots: Iterable[DeviceSlot]) -> None:
         """As `BlockPool.keep_only`; what is held stays allocated as well."""
@@ -166,8 +172,8 @@ class DeviceBlockPool(BlockPool[DeviceSlot]):
 
     def check_owners(self, slots: Sequence[DeviceSlot]) -> None:
         super().check_owners([*slots, *self._ownerless])  # type: ignore[list-item]
-        if not self._ownerless <= self._readers.keys():
-            raise InvariantError("device pool: a slot waits for readers that it does not have")
+        are_read = self._ownerless <= self._readers.keys()
+        expect(are_read, "device pool: a slot waits for readers that it does not have")
 
     def slots_above(self, size: int) -> set[int]:
         """Allocated slots that a shrink to `size` would take away; O(slots above `size`)."""

@@ -341,9 +341,10 @@ class CacheManager:
             self._loads.cancel_all()
             in_use = self._requests.start_epoch()
             self._history.forget()
-            self._tiering.forget_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
+            self._tree.detach_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
+            self._tiering.told.forget()
             if force:
-                self._tiering.abandon_step()
+                self._residency.abandon_copies()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).

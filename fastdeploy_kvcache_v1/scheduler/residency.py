@@ -103,7 +103,7 @@ class Residency:
             self._use_host(run.host)
 
     def _use_host(self, host: HostCopy) -> None:
-        if not self.doubles.take(host):
+        if not (self.doubles.may_be and self.doubles.take(host)):
             self.host_order.use(host)
 
     def expect(self, paths: Sequence[Sequence[Run]]) -> None:
@@ -212,8 +212,8 @@ class Residency:
 
     def next_device_victim(self) -> Run | None:
         """The run that is to leave the device next; None if none can. What cannot is out of the way now."""
-        for run in self.next_to_leave():
-            if not run.device_children:
+        for run in chain(self.device_order.candidates(), self._expected[0]):
+            if not run.pins and not run.device_children:
                 return run
             self.device_order.leave(run)
         return None
@@ -230,14 +230,12 @@ class Residency:
 
     def next_host_victim(self) -> Run | None:
         """The run whose host copy is to go next; None if no copy can go. What cannot is out of the way now."""
-        return next(filter(self._is_host_victim, chain(self.doubles.youngest_first(), self._last_copies())), None)
+        doubles, copies, expected = self.doubles.youngest_first(), self.host_order.candidates(), self._expected[1]
+        return next(filter(self._is_host_victim, chain(doubles, copies, expected)), None)
 
     def next_lost(self) -> Run | None:
         """The run that is to be lost next, or None: as `next_host_victim`, if nothing was on the device as well."""
-        return next(filter(self._is_host_victim, self._last_copies()), None)
-
-    def _last_copies(self) -> Iterator[Run]:
-        return chain(self.host_order.candidates(), self._expected[1])
+        return next(filter(self._is_host_victim, chain(self.host_order.candidates(), self._expected[1])), None)
 
     def _is_host_victim(self, run: Run) -> bool:
         host = run.host

@@ -113,12 +113,12 @@ class Run(Link):
     @property
     def device_slots(self) -> list[DeviceSlot]:
         """A copy, empty if it is not on the device; O(length)."""
-        return self.slots(DEVICE, self.start, self.end) if self.on_device else []
+        return self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH] if self.on_device else []
 
     @property
     def host_slots(self) -> list[HostSlot]:
         """A copy, empty if it is not on the host; O(length)."""
-        return [] if self.host is None else self.slots(HOST, self.start, self.end)
+        return [] if self.host is None else self.cells[WIDTH * self.start + HOST : WIDTH * self.end : WIDTH]
 
     @property
     def first_hash(self) -> BlockHash:

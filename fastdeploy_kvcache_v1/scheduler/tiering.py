@@ -6,7 +6,6 @@ Collects the copies of the scheduling step that is being decided. Not thread-saf
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from itertools import chain
 from typing import Any
 
 from ..errors import PoolInUseError
@@ -16,7 +15,6 @@ from ..metadata import (
     CacheLevel,
     CacheSwapMetadata,
     DeviceSlot,
-    HostSlot,
     NoSpace,
     SwapStep,
     TransferResult,
@@ -141,26 +139,11 @@ class Tiering:
 
     # ---- administration
 
-    def forget_all(
-        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
-    ) -> None:
-        """Both tiers are empty but for `in_use`, all runs that are pinned, and slots that are not the tree's.
-
-        O(runs in use + size of the pools).
-        """
-        self._tree.detach_all(in_use, other_device, other_host)
-        self.told.forget()
-
-    def abandon_step(self) -> None:
-        """Forget all copies decided but not handed over (nothing is in use any more)."""
-        self._residency.abandon_copies()
-
     def evict_above(self, size: int) -> None:
         """Clear the device slots from `size` on of cached blocks, without copies; blocks below them go too.
 
         Raises `PoolInUseError`, with no change, when a request or a store uses one of them or one still waits to be
-        copied out.
-        O(cache).
+        copied out. O(cache).
         """
         above = self._residency.device_pool.slots_above(size)
         hit = [run for run in self._tree.runs() if not above.isdisjoint(run.device_slots)]
@@ -241,10 +224,8 @@ class Tiering:
         return victim is not None and order.worth(run) < order.worth(victim)
 
     def _drop_device(self, run: Run) -> None:
-        if run.open is CacheLevel.DEVICE:  # no request waits for its swap-in any more
-            self._residency.drop_device(run)
-            return
-        self._counters.device_evicted_blocks += run.length
+        if run.open is not CacheLevel.DEVICE:  # else no request waits for its swap-in any more
+            self._counters.device_evicted_blocks += run.length
         if run.host is not None:
             self._residency.drop_device(run)
             return
@@ -308,7 +289,10 @@ def _copies(none: CacheSwapMetadata, runs: Sequence[Run]) -> CacheSwapMetadata:
     """Of `runs`, in the direction of `none`, which it is if there are none: most steps have none."""
     if not runs:
         return none
-    on_device = tuple(chain.from_iterable([run.slots(DEVICE, run.start, run.end) for run in runs]))
-    on_host = tuple(chain.from_iterable([run.host_slots for run in runs]))
-    slots = (on_device, on_host) if none.source is CacheLevel.DEVICE else (on_host, on_device)
-    return CacheSwapMetadata(none.source, none.target, *slots)
+    on_device: list[int] = []
+    on_host: list[int] = []
+    for run in runs:
+        on_device += run.slots(DEVICE, run.start, run.end)
+        on_host += run.host_slots
+    sources, targets = (on_device, on_host) if none.source is CacheLevel.DEVICE else (on_host, on_device)
+    return CacheSwapMetadata(none.source, none.target, tuple(sources), tuple(targets))

@@ -26,12 +26,12 @@ class Doubles(RunQueue):
         super().__init__()
         self._num_host_blocks = num_host_blocks
         self._num_device_blocks = num_device_blocks
-        self._are_saved = are_saved
+        self.may_be = are_saved
 
     @property
     def are_wanted(self) -> bool:
         """Is what the host may hold twice worth more than the copies?"""
-        return self._are_saved and self._num_host_blocks <= SHORT_HOST * self._num_device_blocks()
+        return self.may_be and self._num_host_blocks <= SHORT_HOST * self._num_device_blocks()
 
     def take(self, host: HostCopy) -> bool:
         """Is the copy of a run that was used, or came to the device, a double now? Then it is in this queue, else in
