@@ -108,7 +108,7 @@ class StepRunner:
     @property
     def has_open_copies(self) -> bool:
         """True while a submitted copy is not reported yet."""
-        return self._controller.num_unreported_copies > 0
+        return self._controller.transfers.num_unreported > 0
 
     def run(self, batch: BatchRequest) -> StepResult:
         """Raises only when the copies of the batch could not be submitted: the caches are then unusable. And
@@ -116,7 +116,7 @@ class StepRunner:
         """
         counter: LayerDoneCounter | None = None
         for step in batch.swap_steps:
-            counter = self._controller.submit_swap_tasks(step)
+            counter = self._controller.transfers.submit(step)
         # Behind the copies: slots that are to be filled from outside may still be copied out.
         if self._transfers is not None:
             self._transfers.handle(batch.transfers, step=batch.swap_steps[-1].step if batch.swap_steps else None)
@@ -128,7 +128,7 @@ class StepRunner:
 
     def take_report(self) -> TransferReport:
         """Copies that ended since the last report."""
-        return self._controller.take_report()
+        return self._controller.transfers.take_report()
 
     def _compute(self, tasks: list[StepTask], counter: LayerDoneCounter | None) -> StepResult:
         """Forward pass and sampling."""
@@ -153,7 +153,7 @@ class StepRunner:
     def _affected(self, tasks: list[StepTask], counter: LayerDoneCounter | None) -> list[StepTask]:
         """Tasks that read a slot whose content did not arrive."""
         lost = set() if counter is None else set(counter.target_slots)
-        lost.update(self._controller.failed_slots({slot for task in tasks for slot in self._slots(task)[0]}))
+        lost.update(self._controller.transfers.failed_slots({slot for task in tasks for slot in self._slots(task)[0]}))
         lost = self._ranks.union(lost)
         affected = [task for task in tasks if not lost.isdisjoint(self._slots(task)[0])]
         # None at all: without a counter to leave out, the same pass would fail the same way again.
@@ -184,7 +184,7 @@ class StepRunner:
 
         if self._transfers is not None:
             self._transfers.begin_pass([(task.request_id, task.start + len(task.token_ids)) for task in tasks])
-        self._controller.before_compute(read, written, counter=counter)
+        self._controller.transfers.before_compute(read, written, counter=counter)
         try:
             slices = [self._slice(task) for task in tasks]
             for task, rows in zip(tasks, self._forward(slices, self._caches, before_layer), strict=True):
@@ -194,7 +194,7 @@ class StepRunner:
                 self._guess_next(self._guess, tasks, slices, result, before_layer)
             return result
         finally:
-            self._controller.after_compute(read, written)
+            self._controller.transfers.after_compute(read, written)
 
     def _guess_next(
         self,

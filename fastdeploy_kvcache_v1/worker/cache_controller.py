@@ -1,31 +1,26 @@
-"""CacheController: the worker half's front door. Owns cache tensors and host pool; moves bytes, decides nothing."""
+"""CacheController: the worker half's front door. Owns cache tensors, host pool and the copies between them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
 from ..errors import CacheStateError, ConfigError, InvariantError
-from ..metadata import SWAP_IN, CacheLevel, SwapStep, TransferReport, TransferResult
 from . import ops
-from .hazards import HazardTable
 from .host_pool import HostPool
-from .layer_done_counter import LayerDoneCounter
 from .ops import LayerRows
-from .runtime import Event, Runtime
-from .slot_set import SlotSet
+from .runtime import Runtime
 from .transfer_manager import CacheTransferManager
 
 __all__ = ["CacheController"]
 
 
 class CacheController:
-    """Caches and copies of one rank. Not thread-safe: one worker thread uses it.
+    """The memory of one rank. Not thread-safe: one worker thread uses it.
 
-    Per step: `submit_swap_tasks`, `before_compute`, the forward pass (which waits for each layer with the counter),
-    `after_compute`, `take_results`. Nothing here blocks but the waits a CPU forward pass really needs.
-    `layer_timeout_s` bounds each of those waits.
+    Per step, on `transfers`: `submit`, `before_compute`, the forward pass (which waits for each layer with the
+    counter), `after_compute`, `take_report`. Nothing there blocks but the waits a CPU forward pass really needs;
+    `layer_timeout_s` bounds each of those.
     """
 
     def __init__(
@@ -53,7 +48,6 @@ class CacheController:
         self._kept: HostPool | None = None
         """Host memory without caches, for the next ones; what is in it means nothing."""
         self._transfer_manager: CacheTransferManager | None = None
-        self._last_step = -1
 
     def initialize_kv_cache(self, num_device_blocks: int, num_host_blocks: int) -> list[Any]:
         """Allocate both tiers. Returns the tensors as a flat list, layer-major, roles in role order.
@@ -88,7 +82,7 @@ class CacheController:
         self._transfer_manager = CacheTransferManager(
             layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s
         )
-        self._caches, self._host, self._kept, self._last_step = caches, host, None, -1
+        self._caches, self._host, self._kept = caches, host, None
         return list(caches.values())
 
     def _host_pool_of(self, num_blocks: int) -> HostPool:
@@ -141,108 +135,11 @@ class CacheController:
         return self._host
 
     @property
-    def device_rows(self) -> tuple[LayerRows, ...]:
-        """Per layer, per role: where each device block keeps its row."""
-        return self._transfers.device_rows
-
-    @property
-    def device_hazards(self) -> HazardTable:
-        """Uses of device slots by who is no copy and no pass are asked and told here, on any thread."""
-        return self._transfers.device_hazards
-
-    def late_writes(self, slots: Collection[int]) -> list[Event]:
-        """What still writes to one of device `slots` and is in no report to come: copies that were given up, and the
-        fill of new tensors. Any thread may ask; who uses slots without `device_hazards` waits for these.
-        """
-        return self._transfers.late_writes(slots)
-
-    def refilled(self, slots: Sequence[int], level: CacheLevel = CacheLevel.DEVICE) -> None:
-        """`slots` of tier `level` were filled from outside, and no copy writes to them any more: whatever failed there
-        before is repaired. Any thread may say so, before the scheduler is told that the blocks are there.
-        """
-        self._transfers.refilled(slots, level)
-
-    @property
-    def _transfers(self) -> CacheTransferManager:
+    def transfers(self) -> CacheTransferManager:
+        """The copies between the tiers, and what they and a pass wait for."""
         if self._transfer_manager is None:
             raise CacheStateError("there are no caches: call initialize_kv_cache() first")
         return self._transfer_manager
-
-    def submit_swap_tasks(self, step: SwapStep, *, overwritten: SlotSet | None = None) -> LayerDoneCounter | None:
-        """Start the copies of `step`, in its order where their slots meet. `overwritten`: device slots that are written
-        soon after. An eviction of one of them, or of one that the step's swap-in fills, goes layer by layer then, and
-        the write can follow it so. With None evictions take the fastest way.
-
-        Never blocks. Returns the counter of the transfer that fills the device layer by layer, None when there is none.
-        Raises `CacheStateError`, nothing started, for foreign slots, a target written twice, tiers that no copy path
-        connects (`UnsupportedCopyError`), or a step that is not later than the last one.
-        """
-        transfers = self._transfers
-        if step.step <= self._last_step:
-            raise CacheStateError(f"swap step {step.step} came after step {self._last_step}")
-        planned = [(metadata, transfers.plan(metadata)) for metadata in step.transfers]
-        self._last_step = step.step
-        counter: LayerDoneCounter | None = None
-        soon = SlotSet() if overwritten is None else overwritten
-        for metadata, runs in planned:
-            if overwritten is not None and metadata.kind == SWAP_IN:
-                soon |= runs.targets
-        for metadata, runs in planned:
-            counter = transfers.submit(step.step, metadata, runs, soon) or counter
-        return counter
-
-    def before_compute(
-        self,
-        read_slots: Iterable[int] | None,
-        written_slots: Collection[int] | None,
-        *,
-        counter: LayerDoneCounter | None = None,
-        by_layer: bool = False,
-    ) -> LayerDoneCounter | None:
-        """Compute will read and write these device slots: it waits for copies that read what it writes, and for
-        copies that write what it touches. None stands for "any slot".
-
-        The swap-in behind `counter` is left out: the forward pass waits for it layer by layer. Every other unfinished
-        swap-in is waited for here, so one whose counter was dropped is safe. A slot that is read and written counts as
-        written: its old content is not required to be valid.
-
-        With `by_layer` evictions that go layer by layer are left out, too. Returns what the forward pass has to wait
-        for itself: `counter`, or one that stands for it and those evictions.
-
-        Raises `TransferError` when the copy that should have filled a read slot failed, `LayerSwapTimeoutError` when a
-        copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then names the slots without content, and
-        compute must not run with those. `CacheStateError` if the swap-in of `counter` fills a written slot.
-        """
-        return self._transfers.before_compute(read_slots, written_slots, counter, by_layer=by_layer)
-
-    def after_compute(self, read_slots: Iterable[int] | None, written_slots: Collection[int] | None) -> Event:
-        """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it. Returns
-        the event of its end.
-
-        Call it with what `before_compute` was told, also when the forward pass failed halfway.
-        """
-        return self._transfers.after_compute(read_slots, written_slots)
-
-    def failed_slots(self, slots: Iterable[int]) -> list[int]:
-        """The device `slots` that hold no valid data because the copy that filled them failed."""
-        return self._transfers.failed_slots(slots)
-
-    def take_results(self) -> list[TransferResult]:
-        """Copies that finished or failed since the last call, each exactly once. Never blocks."""
-        return self._transfers.take_results()
-
-    def take_report(self) -> TransferReport:
-        """As `take_results`, how long compute stood still for copies since the last report, and how far copies are."""
-        return self._transfers.take_report(self._last_step)
-
-    @property
-    def num_unreported_copies(self) -> int:
-        """Submitted copies that `take_results` has not returned yet."""
-        return self._transfers.num_unreported
-
-    def drain(self, timeout: float | None = None) -> None:
-        """Block until no copy is running. Raises `LayerSwapTimeoutError`. Results stay for `take_results`."""
-        self._transfers.drain(timeout)
 
     def free(self, *, keep_host_memory: bool = False) -> None:
         """Give both tiers back once running copies ended; `initialize_kv_cache` may follow. Idempotent.
@@ -263,7 +160,7 @@ class CacheController:
             self._kept = None
 
     def _finish_copies(self) -> None:
-        self._transfers.drain(self._layer_timeout_s)
+        self.transfers.drain(self._layer_timeout_s)
         self._runtime.compute_stream.synchronize()
 
     def check(self) -> None:

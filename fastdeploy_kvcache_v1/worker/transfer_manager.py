@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, UnsupportedCopyError
-from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
+from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep, TransferReport, TransferResult
 from . import ops
 from .hazards import Actor, Dependency, Hazard, HazardTable
 from .host_pool import HostPool
@@ -60,13 +60,38 @@ class CacheTransferManager:
         self._refilled: deque[tuple[CacheLevel, Sequence[int]]] = deque()
         """Device slots that were filled from outside since the tables were last asked."""
         self._meter = WaitMeter()
+        self._last_step = -1
         self._filled = self.after_compute((), None)
         """End of the fill of the tensors, which the compute stream may still be at: a write of every device slot."""
 
     # ---- copies
 
-    def plan(self, metadata: CacheSwapMetadata) -> CopyRuns:
-        """Validate the copies of one kind without doing anything. Raises `CacheStateError`."""
+    def submit(self, step: SwapStep, *, overwritten: SlotSet | None = None) -> LayerDoneCounter | None:
+        """Start the copies of `step`, in its order where their slots meet. `overwritten`: device slots that are written
+        soon after. An eviction of one of them, or of one that the step's swap-in fills, goes layer by layer then, and
+        the write can follow it so. With None evictions take the fastest way.
+
+        Never blocks. Returns the counter of the transfer that fills the device layer by layer, None when there is none.
+        Raises `CacheStateError`, nothing started, for foreign slots, a target written twice, tiers that no copy
+        connects (`UnsupportedCopyError`), or a step that is not later than the last one.
+        """
+        if step.step <= self._last_step:
+            raise CacheStateError(f"swap step {step.step} came after step {self._last_step}")
+        planned = [(metadata, self._plan(metadata)) for metadata in step.transfers]
+        self._last_step = step.step
+        counter: LayerDoneCounter | None = None
+        soon = SlotSet() if overwritten is None else overwritten
+        for metadata, runs in planned:
+            if overwritten is not None and metadata.kind == SWAP_IN:
+                soon |= runs.targets
+        for metadata, runs in planned:
+            if metadata.kind == SWAP_IN:
+                counter = self._swap_in(step.step, metadata, runs)
+            else:
+                self._evict(step.step, metadata, runs, soon)
+        return counter
+
+    def _plan(self, metadata: CacheSwapMetadata) -> CopyRuns:
         if metadata.kind not in (EVICT, SWAP_IN):
             raise UnsupportedCopyError(metadata.source.value, metadata.target.value)
         return ops.plan_runs(
@@ -75,17 +100,6 @@ class CacheTransferManager:
             num_sources=self._hazards[metadata.source].num_slots,
             num_targets=self._hazards[metadata.target].num_slots,
         )
-
-    def submit(
-        self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, overwritten: SlotSet
-    ) -> LayerDoneCounter | None:
-        """Start what `plan` made `runs` of. Returns a counter when layers arrive one by one. `overwritten`: see
-        `CacheController.submit_swap_tasks`.
-        """
-        if metadata.kind == SWAP_IN:
-            return self._swap_in(step, metadata, runs)
-        self._evict(step, metadata, runs, overwritten)
-        return None
 
     def _evict(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, overwritten: SlotSet) -> None:
         """All layers in one call, or one by one where something waits to write them."""
@@ -175,11 +189,24 @@ class CacheTransferManager:
         self,
         reads: Iterable[int] | None,
         writes: Collection[int] | None,
-        counter: LayerDoneCounter | None,
         *,
-        by_layer: bool,
+        counter: LayerDoneCounter | None = None,
+        by_layer: bool = False,
     ) -> LayerDoneCounter | None:
-        """See `CacheController.before_compute`."""
+        """Compute will read and write these device slots: it waits for copies that read what it writes, and for
+        copies that write what it touches. None stands for "any slot".
+
+        The swap-in behind `counter` is left out: the forward pass waits for it layer by layer. Every other unfinished
+        swap-in is waited for here, so one whose counter was dropped is safe. A slot that is read and written counts as
+        written: its old content is not required to be valid.
+
+        With `by_layer` evictions that go layer by layer are left out, too. Returns what the forward pass has to wait
+        for itself: `counter`, or one for those evictions alone.
+
+        Raises `TransferError` when the copy that should have filled a read slot failed, `LayerSwapTimeoutError` when a
+        copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then names the slots without content, and
+        compute must not run with those. `CacheStateError` if the swap-in of `counter` fills a written slot.
+        """
         if counter is not None:
             skipped = counter.target_slots
             overlap = skipped & (writes or ())
@@ -213,7 +240,9 @@ class CacheTransferManager:
             self._meter.seconds += time.perf_counter() - start
 
     def after_compute(self, reads: Iterable[int] | None, writes: Collection[int] | None) -> Event:
-        """See `CacheController.after_compute`."""
+        """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it. Returns
+        the event of its end. Call it with what `before_compute` was told, also when the forward pass failed halfway.
+        """
         event = self._runtime.compute_stream.record_event()
         self._device_hazards.after(Actor.COMPUTE, event, reads=reads, writes=writes)
         return event
@@ -223,8 +252,10 @@ class CacheTransferManager:
         self._take_refilled()
         return self._device_hazards.failed(slots)
 
-    def refilled(self, slots: Sequence[int], level: CacheLevel) -> None:
-        """See `CacheController.refilled`."""
+    def refilled(self, slots: Sequence[int], level: CacheLevel = CacheLevel.DEVICE) -> None:
+        """`slots` of tier `level` were filled from outside, and no copy writes to them any more: whatever failed there
+        before is repaired. Any thread may say so, before the scheduler is told that the blocks are there.
+        """
         self._refilled.append((level, slots))
 
     def _take_refilled(self) -> None:
@@ -234,15 +265,18 @@ class CacheTransferManager:
 
     @property
     def device_hazards(self) -> HazardTable:
-        """See `CacheController.device_hazards`."""
+        """Uses of device slots by who is no copy and no pass are asked and told here, on any thread."""
         return self._device_hazards
 
     @property
     def device_rows(self) -> tuple[LayerRows, ...]:
+        """Per layer, per role: where each device block keeps its row."""
         return self._device_layers
 
     def late_writes(self, slots: Collection[int]) -> list[Event]:
-        """See `CacheController.late_writes`."""
+        """What still writes to one of device `slots` and is in no report to come: copies that were given up, and the
+        fill of new tensors. Any thread may ask; who uses slots without `device_hazards` waits for these.
+        """
         late = frozenset(slots)
         copies = [
             transfer.finished
@@ -270,11 +304,11 @@ class CacheTransferManager:
         self._stale = [transfer for transfer in self._stale if not transfer.finished.done()]
         return results
 
-    def take_report(self, last_step: int) -> TransferReport:
-        """See `CacheController.take_report`. `last_step`: no later one was submitted."""
+    def take_report(self) -> TransferReport:
+        """As `take_results`, how long compute stood still for copies since the last report, and how far copies are."""
         waited, self._meter.seconds = self._meter.seconds, 0.0
         results = tuple(self.take_results())
-        oldest = min((transfer.step for transfer in (*self._unreported, *self._stale)), default=last_step + 1)
+        oldest = min((transfer.step for transfer in (*self._unreported, *self._stale)), default=self._last_step + 1)
         return TransferReport(results, waited, oldest - 1)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:

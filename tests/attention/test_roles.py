@@ -50,7 +50,7 @@ class RoundTrip:
         self.controller.initialize_kv_cache(DEVICE_BLOCKS, HOST_BLOCKS)
 
     def places(self):
-        for layer, roles in enumerate(self.controller.device_rows):
+        for layer, roles in enumerate(self.controller.transfers.device_rows):
             for role, rows in enumerate(roles):
                 yield layer, role, rows
 
@@ -59,12 +59,12 @@ class RoundTrip:
         for layer, role, rows in self.places():
             for slot in range(DEVICE_BLOCKS):
                 rows.array[slot] = pattern(layer, role, slot, rows.row_bytes)
-        self.controller.submit_swap_tasks(SwapStep(0, (evict((1, 3), (4, 2)),)))
-        self.controller.drain(20)
+        self.controller.transfers.submit(SwapStep(0, (evict((1, 3), (4, 2)),)))
+        self.controller.transfers.drain(20)
         for _, _, rows in self.places():
             rows.array[[1, 3]] = 0
-        self.controller.submit_swap_tasks(SwapStep(1, (swap_in((4, 2), (0, 4)),)))
-        self.controller.drain(20)
+        self.controller.transfers.submit(SwapStep(1, (swap_in((4, 2), (0, 4)),)))
+        self.controller.transfers.drain(20)
         now = {0: 1, 1: None, 2: 2, 3: None, 4: 3, 5: 5}
         return [
             (layer, role, slot)
@@ -98,6 +98,6 @@ def test_every_role_of_every_layer_survives_a_round_trip_and_costs_the_bytes_of_
     made = trip(name)
     assert made.run() == []
     block_bytes = backend_of(name).layout.block_bytes
-    assert [each.num_bytes for each in made.controller.take_report().transfers] == [2 * block_bytes] * 2
+    assert [each.num_bytes for each in made.controller.transfers.take_report().transfers] == [2 * block_bytes] * 2
     pool = made.controller.host_pool
     assert (pool.slot_bytes, pool.buffer.nbytes) == (block_bytes, HOST_BLOCKS * block_bytes)

@@ -63,7 +63,7 @@ class Rig:
     def submit(self, *copies: tuple[tuple[CacheLevel, CacheLevel], Sequence[int], Sequence[int]], **more: Any) -> Any:
         self._step += 1
         metadata = [CacheSwapMetadata(*kind, tuple(of), tuple(to)) for kind, of, to in copies]
-        return self.controller.submit_swap_tasks(SwapStep.of(self._step, *metadata), **more)
+        return self.controller.transfers.submit(SwapStep.of(self._step, *metadata), **more)
 
     def delay(self) -> None:
         """Hold the compute stream up."""
@@ -88,7 +88,7 @@ class Rig:
             return {value for tensor in self.tensors for value in np.unique(cupy.asnumpy(tensor[slot])).tolist()}
 
     def close(self) -> None:
-        self.controller.drain(60)
+        self.controller.transfers.drain(60)
         self.controller.check()
         self.controller.free()
         self.runtime.close()
@@ -122,11 +122,11 @@ def layers_are_waited_for_one_by_one(way: str) -> None:
         cupy.cuda.Device().synchronize()
         for slot in range(3):
             one.controller.host_pool.block(slot)[:] = 10 + slot
-        one.controller.before_compute((), (3,))
+        one.controller.transfers.before_compute((), (3,))
         one.delay()
         one.fill(3, 1)
-        one.controller.after_compute((), (3,))
-        copies = one.controller._transfers._copies
+        one.controller.transfers.after_compute((), (3,))
+        copies = one.controller.transfers._copies
         inner = copies.layer
 
         def held_up(stream: Any, *given: Any, **more: Any) -> None:
@@ -137,13 +137,13 @@ def layers_are_waited_for_one_by_one(way: str) -> None:
 
         copies.layer = held_up
         counter = one.submit((SWAP_IN, (0, 1, 2), (3, 4, 5)))  # into 3 only after compute wrote it
-        one.controller.before_compute((3, 4, 5), (), counter=counter)
+        one.controller.transfers.before_compute((3, 4, 5), (), counter=counter)
         for layer in range(one.num_layers):
             counter.wait_for_layer(layer)
             for place, slot in enumerate((3, 4, 5)):
                 source = one.tensors[2 * layer][slot].data.ptr
                 cupy.cuda.runtime.memcpyAsync(seen[layer][place].data.ptr, source, 16, 3, one.compute.ptr)
-        one.controller.after_compute((3, 4, 5), ())
+        one.controller.transfers.after_compute((3, 4, 5), ())
         with one.compute:
             found = cupy.asnumpy(seen)
         assert (found == np.array([10, 11, 12], np.uint8)[None, :, None]).all(), found[:, :, 0]
@@ -153,23 +153,23 @@ def a_slot_is_reused_only_after_its_last_use(way: str) -> None:
     """Eviction reads, then compute or a swap-in overwrites; compute writes, then an eviction reads."""
     for overwritten in (None, SlotSet.of((0, 1))):
         with closing(Rig(way)) as one:
-            one.controller.before_compute((), (0, 1))
+            one.controller.transfers.before_compute((), (0, 1))
             one.delay()
             for slot in (0, 1):
                 one.fill(slot, 20 + slot)
-            one.controller.after_compute((), (0, 1))
+            one.controller.transfers.after_compute((), (0, 1))
             one.submit((EVICT, (0, 1), (2, 3)), (SWAP_IN, (4,), (1,)), overwritten=overwritten)
-            one.controller.before_compute((1,), (0,))
+            one.controller.transfers.before_compute((1,), (0,))
             one.fill(0, 30)
-            one.controller.after_compute((1,), (0,))
+            one.controller.transfers.after_compute((1,), (0,))
             counter = one.submit((SWAP_IN, (2, 3), (4, 5)))
-            one.controller.before_compute((0, 1, 4, 5), (), counter=counter)
+            one.controller.transfers.before_compute((0, 1, 4, 5), (), counter=counter)
             counter.wait_all()
             found = [one.on_device(slot) for slot in (0, 1, 4, 5)]
-            one.controller.after_compute((0, 1, 4, 5), ())
+            one.controller.transfers.after_compute((0, 1, 4, 5), ())
             assert found == [{30}, {0}, {20}, {21}], found
             assert [one.on_host(slot) for slot in (2, 3)] == [{20}, {21}]
-            results = one.controller.take_results()
+            results = one.controller.transfers.take_results()
             assert all(result.ok and result.seconds >= 0 for result in results)
             assert sum(result.num_blocks for result in results) == 5
 
@@ -202,9 +202,9 @@ def pools_of_gibibytes_are_reached_to_their_last_byte(way: str) -> None:
             pool.block(slot)[:] = row
         into = CacheSwapMetadata(*SWAP_IN, tuple(slots), (1, 3, 5, 7))
         out = CacheSwapMetadata(*EVICT, (1, 3, 5, 7), tuple(reversed(slots)))
-        controller.submit_swap_tasks(SwapStep.of(0, into))
-        controller.submit_swap_tasks(SwapStep.of(1, out))
-        controller.drain(60)
+        controller.transfers.submit(SwapStep.of(0, into))
+        controller.transfers.submit(SwapStep.of(1, out))
+        controller.transfers.drain(60)
         cupy.cuda.Device().synchronize()
         on_device = np.concatenate([cupy.asnumpy(tensor) for tensor in tensors], axis=1)[[1, 3, 5, 7]]
         assert (on_device == expected).all(), "device"

@@ -54,7 +54,7 @@ class Worker:
         )
 
     def close(self):
-        self.controller.drain()
+        self.controller.transfers.drain()
         self.controller.free()
         self.runtime.close()
 
@@ -154,14 +154,14 @@ def test_pass_that_fails_for_everybody_is_not_repeated(start, monkeypatch):
     gate = threading.Event()
     worker = start(CpuRuntime(delay=lambda stream: gate.wait()), layer_timeout_s=0.05)
     passes = []
-    before_compute = worker.controller.before_compute
+    before_compute = worker.controller.transfers.before_compute
 
     def count_passes(*slots, counter):
         passes.append(slots)
         assert len(passes) < 3, "the same pass is tried for ever"
         before_compute(*slots, counter=counter)
 
-    monkeypatch.setattr(worker.controller, "before_compute", count_passes)
+    monkeypatch.setattr(worker.controller.transfers, "before_compute", count_passes)
     try:
         result = worker.runner.run(BatchRequest([task("writes", [3]), task("other", [5])], swap_steps=[evict(0, 3)]))
         assert (set(result.retry), result.tokens, result.errors) == ({"writes", "other"}, {}, {})
@@ -192,7 +192,7 @@ def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
 def test_slot_of_an_earlier_failed_swap_in_concerns_its_readers_until_it_is_written(start):
     worker = start(make_runtime('{"fail": {"input": [0]}}'))
     worker.runner.run(BatchRequest(swap_steps=[swap_in(0, 3)]))
-    worker.controller.drain()
+    worker.controller.transfers.drain()
     result = worker.runner.run(BatchRequest([task("reads", [3, 4], start=4), task("other", [5])]))
     assert (set(result.retry), result.tokens) == ({"reads"}, {"other": (1,)})
     assert worker.runner.run(BatchRequest([task("writes", [3], tokens=4)])).tokens == {"writes": (4,)}

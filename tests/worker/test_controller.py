@@ -24,10 +24,10 @@ from tests.worker.worker_fakes import NumpyBackend, evict, swap_in
 def test_a_bad_step_changes_nothing(rig, out, into, message):
     with pytest.raises(CacheStateError, match=message):
         rig.submit(out, into)
-    rig.controller.drain()
-    assert rig.controller.take_results() == []
+    rig.controller.transfers.drain()
+    assert rig.controller.transfers.take_results() == []
     assert not rig.controller.host_pool.block(0).any()
-    rig.controller.submit_swap_tasks(SwapStep(1, (evict((0,), (0,)),)))
+    rig.controller.transfers.submit(SwapStep(1, (evict((0,), (0,)),)))
 
 
 def test_a_kind_of_copy_without_a_path_is_an_error_that_names_it(rig, monkeypatch):
@@ -36,14 +36,14 @@ def test_a_kind_of_copy_without_a_path_is_an_error_that_names_it(rig, monkeypatc
     monkeypatch.setattr(metadata, "COPY_ORDER", order)  # a kind that the worker does not know yet
     with pytest.raises(UnsupportedCopyError, match="from the host tier to the storage tier"):
         rig.submit(store, swap_in((0,), (1,)))
-    assert rig.controller.num_unreported_copies == 0, "the other copies of the step are not started either"
+    assert rig.controller.transfers.num_unreported == 0, "the other copies of the step are not started either"
 
 
 def test_steps_come_in_order_and_once(rig):
-    rig.controller.submit_swap_tasks(SwapStep(5))
+    rig.controller.transfers.submit(SwapStep(5))
     for step in (5, 4):
         with pytest.raises(CacheStateError, match=f"swap step {step} came after step 5"):
-            rig.controller.submit_swap_tasks(SwapStep(step))
+            rig.controller.transfers.submit(SwapStep(step))
 
 
 def test_free_allows_a_new_start(rig):
@@ -53,8 +53,8 @@ def test_free_allows_a_new_start(rig):
     rig.controller.free()
     rig.controller.free()
     assert [stream.closed for stream in rig.runtime._streams] == [True]
-    pool, copies = lambda: rig.controller.host_pool, lambda: rig.controller.num_unreported_copies
-    for use in (rig.controller.take_results, pool, copies):
+    pool, copies = lambda: rig.controller.host_pool, lambda: rig.controller.transfers.num_unreported
+    for use in (pool, copies):
         with pytest.raises(CacheStateError, match="initialize_kv_cache"):
             use()
     assert rig.controller.caches == {}

@@ -119,8 +119,8 @@ def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones(rig):
     assert before.any(), "the copy was made while its memory was there"
     rig.controller.initialize_kv_cache(4, 5)
     rig.arrays = rig.backend.arrays
-    assert rig.controller.take_results() == []
-    assert rig.controller.num_unreported_copies == 0
+    assert rig.controller.transfers.take_results() == []
+    assert rig.controller.transfers.num_unreported == 0
     # The new life is a whole one: what it evicts is what it swaps in.
     rig.write_all(1, 9)
     rig.submit(evict((1,), (3,)), swap_in((3,), (2,))).wait_all()

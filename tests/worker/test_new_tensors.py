@@ -40,7 +40,7 @@ def rig():
 
 def stands_still(rig):
     with pytest.raises(LayerSwapTimeoutError):
-        rig.controller.drain(0.2)
+        rig.controller.transfers.drain(0.2)
     return True
 
 
@@ -48,31 +48,31 @@ def test_a_copy_out_of_new_tensors_waits_for_their_fill(rig):
     rig.submit(evict((1,), (0,)))
     assert stands_still(rig)
     rig.runtime.held.clear()
-    rig.controller.drain()
+    rig.controller.transfers.drain()
     assert not rig.controller.host_pool.block(0).any()
 
 
 def test_who_fills_or_reads_slots_from_outside_is_told_of_the_fill(rig):
     """Peers ask the table on the worker's thread (`FetchDesk`), stores ask for late writes on threads of their own."""
-    table = rig.controller.device_hazards
+    table = rig.controller.transfers.device_hazards
     (wait,) = table.before(Actor.REMOTE, writes=(3,))
     assert [each.event for each in table.before(Actor.REMOTE, reads=(0, 5))] == [wait.event]
-    assert rig.controller.late_writes((3,)) == [wait.event]
+    assert rig.controller.transfers.late_writes((3,)) == [wait.event]
     rig.runtime.held.clear()
     assert wait.event.wait_done()
     assert not any(array.any() for array in rig.arrays)
-    assert table.before(Actor.REMOTE, writes=(3,)) == rig.controller.late_writes((3,)) == []
+    assert table.before(Actor.REMOTE, writes=(3,)) == rig.controller.transfers.late_writes((3,)) == []
 
 
 def test_a_pass_does_not_wait_for_the_fill_that_its_own_stream_runs(rig):
-    rig.controller.before_compute((), (1,))
-    rig.controller.after_compute((), (1,))
+    rig.controller.transfers.before_compute((), (1,))
+    rig.controller.transfers.after_compute((), (1,))
 
 
 def test_later_steps_ask_nothing_about_a_fill_that_has_ended(rig):
     rig.runtime.held.clear()
     rig.runtime.compute_stream.synchronize()
     rig.runtime.hold(COMPUTE)
-    rig.controller.after_compute((), (1,))  # a pass that runs on and on, as there is always one on a busy GPU
-    table = rig.controller.device_hazards
+    rig.controller.transfers.after_compute((), (1,))  # a pass that runs on and on, as there is always one on a busy GPU
+    table = rig.controller.transfers.device_hazards
     assert [*table._conflicts(Actor.INPUT, (), (2,))] == [], "of whatever use, ended or not"

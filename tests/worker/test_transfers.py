@@ -19,7 +19,7 @@ INPUT, OUTPUT = "kv-input", "kv-output"
 
 
 def outcomes(rig) -> list[tuple[int, CacheLevel, bool]]:
-    return [(result.step, result.target, result.ok) for result in rig.controller.take_results()]
+    return [(result.step, result.target, result.ok) for result in rig.controller.transfers.take_results()]
 
 
 # ---- order
@@ -39,15 +39,15 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
     assert counter.target_slots == {3, 0}
     counter.wait_all()
     assert [rig.holds_all(slot, content) for slot, content in ((3, 12), (0, 10), (1, 11))] == [True] * 3
-    rig.controller.drain()
-    first, second = rig.controller.take_results()
+    rig.controller.transfers.drain()
+    first, second = rig.controller.transfers.take_results()
     block = rig.layout.block_bytes
     assert (first.step, first.source, first.target) == (1, CacheLevel.DEVICE, CacheLevel.HOST)
     assert (first.num_blocks, first.num_bytes, first.target_slots, first.error) == (3, 3 * block, (), None)
     assert (second.step, second.source, second.target) == (2, CacheLevel.HOST, CacheLevel.DEVICE)
     assert (second.num_blocks, second.num_bytes) == (2, 2 * block)
-    assert rig.controller.take_results() == []
-    assert rig.controller.num_unreported_copies == 0
+    assert rig.controller.transfers.take_results() == []
+    assert rig.controller.transfers.num_unreported == 0
     assert min(first.seconds, second.seconds) > 0
     assert all((pool.slot(slot)[block:] == 100 + slot).all() for slot in range(rig.num_host))
     rig.close()
@@ -66,7 +66,7 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritt
 
         monkeypatch.setattr(CpuCopies, name, copy)
     rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)), overwritten=overwritten)
-    rig.controller.drain()
+    rig.controller.transfers.drain()
     op, times = ("layer", rig.layout.num_layers) if by_layer else ("all_layers", 1)
     evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])] * times
     swapped_in = [("layer", [CopyRun(0, filled, 1), CopyRun(1, 3, 1)])] * rig.layout.num_layers
@@ -82,7 +82,7 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritt
 )
 def test_a_slow_copy_does_not_delay_an_unrelated_one_the_other_way(rig, slow, first, second, done):
     rig.submit(evict((0,), (0,)))
-    rig.controller.drain()
+    rig.controller.transfers.drain()
     assert outcomes(rig) == [(1, CacheLevel.HOST, True)]
     let_go = rig.runtime.hold(slow)
     rig.submit(*first)
@@ -90,7 +90,7 @@ def test_a_slow_copy_does_not_delay_an_unrelated_one_the_other_way(rig, slow, fi
     while rig.runtime.go_on():
         pass
     assert outcomes(rig) == done
-    assert rig.controller.num_unreported_copies == 1, "what runs has not ended"
+    assert rig.controller.transfers.num_unreported == 1, "what runs has not ended"
     let_go()
 
 
@@ -117,12 +117,12 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
         rig.write(layer, 0, 20)
         written.append(len(output.waiting))
 
-    waits = rig.controller.before_compute([], [0], by_layer=True)
+    waits = rig.controller.transfers.before_compute([], [0], by_layer=True)
     assert (waits.num_layers, waits.target_slots) == (rig.layout.num_layers, SlotSet())
     for layer in range(waits.num_layers):
         waits.wait_for_layer(layer)
         compute.submit(write, layer)
-    rig.controller.after_compute([], [0])
+    rig.controller.transfers.after_compute([], [0])
     while not device.is_idle:
         while compute.run():
             pass
@@ -130,7 +130,7 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     first, second, third = written
     assert first > second > third, "the copies of later layers were still to come"
     rig.submit(into=swap_in((2,), (1,)))
-    rig.controller.drain()
+    rig.controller.transfers.drain()
     assert rig.holds_all(1, 10)
     assert rig.holds_all(0, 20)
     rig.close()
@@ -147,22 +147,23 @@ def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
             pass
         output.run()
     rig.submit(into=swap_in((2,), (1,)))
-    rig.controller.drain()
+    rig.controller.transfers.drain()
     assert rig.holds_all(1, 10)
     rig.close()
 
 
 def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(rig):
     counter = rig.submit(evict((0,), (2,)), swap_in((3,), (1,)), overwritten=SlotSet.of([0]))
-    waits = rig.controller.before_compute([1], [0], counter=counter, by_layer=True)
+    waits = rig.controller.transfers.before_compute([1], [0], counter=counter, by_layer=True)
     assert waits.target_slots == {1}
     waits.wait_all()
     assert counter.num_layers_done == 3
-    rig.controller.drain()
-    assert rig.controller.before_compute([1], [0], counter=counter, by_layer=True) is counter, "there is nothing else"
+    rig.controller.transfers.drain()
+    waits = rig.controller.transfers.before_compute([1], [0], counter=counter, by_layer=True)
+    assert waits is counter, "there is nothing else"
     let_go = rig.runtime.hold(OUTPUT)
     rig.submit(evict((4,), (4,)), overwritten=SlotSet.of([4]))
-    waits = rig.controller.before_compute([], [4], by_layer=True)
+    waits = rig.controller.transfers.before_compute([], [4], by_layer=True)
     with pytest.raises(LayerSwapTimeoutError):
         waits.wait_for_layer(0)
     let_go()
@@ -172,7 +173,7 @@ def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(
 def test_compute_may_not_write_what_is_being_swapped_in(rig):
     counter = rig.submit(into=swap_in((0,), (4,)))
     with pytest.raises(CacheStateError, match=r"slots \[4\] are written while they are being swapped in"):
-        rig.controller.before_compute([4], [4], counter=counter)
+        rig.controller.transfers.before_compute([4], [4], counter=counter)
 
 
 # ---- failures
@@ -189,8 +190,8 @@ def test_a_failed_swap_out_fails_who_reads_it_and_nobody_else(rig):
     good.wait_all()
     assert rig.holds_all(1, 13)
     assert rig.holds_all(4, 14), "a failed unit copies nothing"
-    rig.controller.drain()
-    results = rig.controller.take_results()
+    rig.controller.transfers.drain()
+    results = rig.controller.transfers.take_results()
     assert [(r.step, r.target, r.target_slots) for r in results] == [
         (1, CacheLevel.HOST, (2, 3)),
         (1, CacheLevel.DEVICE, (4, 5)),
@@ -199,12 +200,12 @@ def test_a_failed_swap_out_fails_who_reads_it_and_nobody_else(rig):
     ]
     assert results[0].error == "OSError: no such page"
     assert "no such page" in str(results[1].error)
-    assert rig.controller.failed_slots(range(6)) == [4, 5]
+    assert rig.controller.transfers.failed_slots(range(6)) == [4, 5]
     with pytest.raises(TransferError):
-        rig.controller.before_compute([4], [])
-    rig.controller.before_compute([1, 4], [4])
-    rig.controller.after_compute([1, 4], [4])
-    assert rig.controller.failed_slots(range(6)) == [5]
+        rig.controller.transfers.before_compute([4], [])
+    rig.controller.transfers.before_compute([1, 4], [4])
+    rig.controller.transfers.after_compute([1, 4], [4])
+    assert rig.controller.transfers.failed_slots(range(6)) == [5]
 
 
 def test_a_layer_that_fails_fails_the_layers_after_it(rig):
@@ -216,8 +217,8 @@ def test_a_layer_that_fails_fails_the_layers_after_it(rig):
         with pytest.raises(TransferError, match="ECC"):
             counter.wait_for_layer(layer)
     counter.check()
-    rig.controller.drain()
-    (result,) = rig.controller.take_results()
+    rig.controller.transfers.drain()
+    (result,) = rig.controller.transfers.take_results()
     assert (result.target_slots, result.error) == ((1,), "OSError: ECC")
 
 
@@ -231,23 +232,23 @@ def test_a_layer_that_fails_fails_the_layers_after_it(rig):
 def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stream, level, failing):
     def reads(slot):
         if level is CacheLevel.DEVICE:
-            rig.controller.before_compute([slot], [])
-            rig.controller.after_compute([slot], [])
+            rig.controller.transfers.before_compute([slot], [])
+            rig.controller.transfers.after_compute([slot], [])
         else:
             rig.submit(into=swap_in((slot,), (slot,))).wait_all()
 
     rig.runtime.fail_next(stream, RuntimeError("ECC"))
     rig.submit(*failing)
-    rig.controller.drain()
+    rig.controller.transfers.drain()
     with pytest.raises(TransferError):
         reads(2)
-    rig.controller.refilled((2,), level)
+    rig.controller.transfers.refilled((2,), level)
     reads(2)
     with pytest.raises(TransferError):
         reads(3)
-    assert rig.controller.failed_slots([2, 3]) == [3]
+    assert rig.controller.transfers.failed_slots([2, 3]) == [3]
     rig.submit(*((NO_EVICT, swap_in((5,), (3,))) if level is CacheLevel.DEVICE else (evict((0,), (3,)),)))
-    rig.controller.drain()
+    rig.controller.transfers.drain()
     reads(3)
 
 
@@ -256,54 +257,54 @@ def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stre
 
 def test_a_late_layer_is_reported_once_and_stays_in_order(rig):
     rig.submit(evict((0,), (0,)))
-    rig.controller.drain()
+    rig.controller.transfers.drain()
     let_go = rig.runtime.hold(INPUT)
     counter = rig.submit(into=swap_in((0,), (4,)))
-    assert rig.controller.late_writes([4]) == [], "nobody has given it up"
+    assert rig.controller.transfers.late_writes([4]) == [], "nobody has given it up"
     with pytest.raises(LayerSwapTimeoutError, match=r"layer 1 did not arrive within 0.001 s"):
         counter.wait_for_layer(1, timeout=0.001)
     for again in (0, 1, 2):
         with pytest.raises(LayerSwapTimeoutError):
             counter.wait_for_layer(again)
-    reports = [r for r in rig.controller.take_results() if not r.ok]
+    reports = [r for r in rig.controller.transfers.take_results() if not r.ok]
     assert [(r.step, r.target_slots) for r in reports] == [(2, (4,))]
     rig.controller.check()
-    assert rig.controller.failed_slots([3, 4]) == [4]
-    assert rig.controller.late_writes([3, 5]) == []
-    (copy,) = rig.controller.late_writes([3, 4])
+    assert rig.controller.transfers.failed_slots([3, 4]) == [4]
+    assert rig.controller.transfers.late_writes([3, 5]) == []
+    (copy,) = rig.controller.transfers.late_writes([3, 4])
     assert not copy.done()
 
     # The late copy still runs into slot 4: whoever uses the slot next comes after it.
     rig.submit(evict((1,), (1,)))
     assert rig.submit(evict((4,), (2,))) is None
     with pytest.raises(LayerSwapTimeoutError, match=r"the copies of step 4 were not done within 0\.001 s"):
-        rig.controller.drain(0.001)
-    assert [result.step for result in rig.controller.take_results() if result.step == 4] == []
+        rig.controller.transfers.drain(0.001)
+    assert [result.step for result in rig.controller.transfers.take_results() if result.step == 4] == []
     let_go()
-    rig.controller.before_compute([], [4])
+    rig.controller.transfers.before_compute([], [4])
     assert counter.num_layers_done == 3
-    rig.controller.drain()
-    assert rig.controller.late_writes([4]) == []
+    rig.controller.transfers.drain()
+    assert rig.controller.transfers.late_writes([4]) == []
     assert outcomes(rig)[-1:] == [(4, CacheLevel.HOST, True)]
-    assert rig.controller.take_results() == []
-    rig.controller.after_compute([], [4])
-    assert rig.controller.failed_slots([4]) == []
+    assert rig.controller.transfers.take_results() == []
+    rig.controller.transfers.after_compute([], [4])
+    assert rig.controller.transfers.failed_slots([4]) == []
 
 
 def test_a_wait_before_compute_that_takes_too_long_fails_the_swap_in(rig):
     let_go = rig.runtime.hold(INPUT)
     rig.submit(into=swap_in((0,), (4,)))
     with pytest.raises(LayerSwapTimeoutError):
-        rig.controller.before_compute([4], [])
-    (result,) = rig.controller.take_results()
+        rig.controller.transfers.before_compute([4], [])
+    (result,) = rig.controller.transfers.take_results()
     assert result.target_slots == (4,)
-    rig.controller.before_compute([3], [2])
+    rig.controller.transfers.before_compute([3], [2])
     with pytest.raises(LayerSwapTimeoutError):
         rig.controller.free()
     rig.controller.check()
     let_go()
-    rig.controller.drain()
-    assert rig.controller.take_results() == []
+    rig.controller.transfers.drain()
+    assert rig.controller.transfers.take_results() == []
 
 
 # ---- reports
@@ -314,12 +315,12 @@ def test_a_copy_that_was_given_up_is_open_as_long_as_it_runs(rig):
     counter = rig.submit(into=swap_in((0,), (4,)))
     with pytest.raises(LayerSwapTimeoutError):
         counter.wait_for_layer(0)
-    report = rig.controller.take_report()
+    report = rig.controller.transfers.take_report()
     assert [result.ok for result in report.transfers] == [False]
     assert report.ended_through == 0
     let_go()
-    rig.controller.drain()
-    assert rig.controller.take_report().ended_through == 1
+    rig.controller.transfers.drain()
+    assert rig.controller.transfers.take_report().ended_through == 1
 
 
 def test_a_copy_that_ends_while_the_report_is_made_is_in_the_next_one_with_its_result(rig, monkeypatch):
@@ -330,13 +331,13 @@ def test_a_copy_that_ends_while_the_report_is_made_is_in_the_next_one_with_its_r
 
     def ends_just_after(transfer):
         result = result_of(transfer)
-        rig.controller.drain()
+        rig.controller.transfers.drain()
         return result
 
     monkeypatch.setattr(transfer_manager.Transfer, "result", ends_just_after)
-    first = rig.controller.take_report()
+    first = rig.controller.transfers.take_report()
     assert (first.transfers, first.ended_through) == ((), 0)
-    second = rig.controller.take_report()
+    second = rig.controller.transfers.take_report()
     assert ([result.ok for result in second.transfers], second.ended_through) == ([False], 1)
 
 
@@ -353,13 +354,13 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
     monkeypatch.setattr(rig.runtime.compute_stream, "wait_event", takes_a_second)
     rig.submit(into=swap_in((0,), (4,)))
     counter = rig.submit(evict((0,), (2,)), swap_in((1,), (5,)), overwritten=SlotSet.of([0]))
-    waits = rig.controller.before_compute([4], [0], counter=counter, by_layer=True)
-    assert rig.controller.take_report().exposed_wait_s == 1
+    waits = rig.controller.transfers.before_compute([4], [0], counter=counter, by_layer=True)
+    assert rig.controller.transfers.take_report().exposed_wait_s == 1
     waits.wait_for_layer(0)
-    assert rig.controller.take_report().exposed_wait_s == 2
-    assert rig.controller.take_report().exposed_wait_s == 0
+    assert rig.controller.transfers.take_report().exposed_wait_s == 2
+    assert rig.controller.transfers.take_report().exposed_wait_s == 0
 
 
 def test_the_device_tier_says_where_its_blocks_are(rig):
-    addresses = [row.address for layer in rig.controller.device_rows for row in layer]
+    addresses = [row.address for layer in rig.controller.transfers.device_rows for row in layer]
     assert addresses == [array.ctypes.data for array in rig.arrays]

@@ -86,7 +86,7 @@ class Rig:
         self, out: CacheSwapMetadata = NO_EVICT, into: CacheSwapMetadata = NO_SWAP_IN, **options: SlotSet | None
     ) -> LayerDoneCounter | None:
         self._step += 1
-        return self.controller.submit_swap_tasks(SwapStep.of(self._step, out, into), **options)
+        return self.controller.transfers.submit(SwapStep.of(self._step, out, into), **options)
 
     def device_row(self, layer: int, role: int, slot: int) -> np.ndarray:
         return self.arrays[layer * len(self.layout.roles) + role][slot].reshape(-1)

@@ -62,7 +62,7 @@ class EngineRank(Tensors):
 
     def refilled(self, slots: Sequence[int]) -> None:
         """From outside."""
-        self.controller.refilled(slots, CacheLevel.DEVICE)
+        self.controller.transfers.refilled(slots, CacheLevel.DEVICE)
 
     def run(self, batch: BatchRequest) -> StepResult:
         self._tasks = {id(task.block_table): task for task in batch.requests}

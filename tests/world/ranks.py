@@ -116,7 +116,7 @@ class Rank(Tensors):
     def refilled(self, slots: Sequence[int]) -> None:
         """From outside."""
         if self.cache._controller is not None:
-            self.cache._controller.refilled(slots, CacheLevel.DEVICE)
+            self.cache._controller.transfers.refilled(slots, CacheLevel.DEVICE)
 
     def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None], *, is_graph: bool) -> None:
         """Of each row the positions that the pass computes. A graph waits for all layers at once."""

@@ -64,10 +64,10 @@ class RankMemory(RankStorage):
         """What it holds, part by part."""
         if not self.uses_device_tier:
             return [self._controller.host_pool.block(slot).view(np.int64)]
-        return [role.array[slot].view(np.int64) for rows in self._controller.device_rows for role in rows]
+        return [role.array[slot].view(np.int64) for rows in self._controller.transfers.device_rows for role in rows]
 
     def refilled(self, slots: Sequence[int]) -> None:
-        self._controller.refilled(slots, CacheLevel.DEVICE if self.uses_device_tier else CacheLevel.HOST)
+        self._controller.transfers.refilled(slots, CacheLevel.DEVICE if self.uses_device_tier else CacheLevel.HOST)
 
 
 class Store:

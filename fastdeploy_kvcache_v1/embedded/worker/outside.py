@@ -46,14 +46,18 @@ def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namesp
     if isinstance(agent, AttentionStoreAgent):
         assert namespace is not None, "where there is storage there is a namespace"
         agent.use(
-            DeviceCaches.over(controller.device_rows, late_writes=controller.late_writes, refilled=controller.refilled)
+            DeviceCaches.over(
+                controller.transfers.device_rows,
+                late_writes=controller.transfers.late_writes,
+                refilled=controller.transfers.refilled,
+            )
         )
         agent.connect(namespace)
     else:
         assert isinstance(agent, StorageAgent)
         pool = controller.host_pool
         memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
-        agent.use(pool.memory_of_slot, memory, partial(controller.refilled, level=CacheLevel.HOST))
+        agent.use(pool.memory_of_slot, memory, partial(controller.transfers.refilled, level=CacheLevel.HOST))
 
 
 def digest_of(namespace: Namespace) -> str:
@@ -74,7 +78,7 @@ def make_transfers(
     """Of one rank. `model`: see `digest_of`. `num_kv_heads` are shared by the ranks; None for a latent cache, which is
     whole on each. Raises `ConfigError` when it cannot listen, or the plane does not work here.
     """
-    regions = [rows for layer in controller.device_rows for rows in layer]
+    regions = [rows for layer in controller.transfers.device_rows for rows in layer]
     address = role.address_of(rank)
     plane = _make_plane(role, address)
     try:
@@ -90,7 +94,7 @@ def make_transfers(
         return RankTransfers(
             Self(geometry, plane.address(), role.transfer),
             plane,
-            controller.device_hazards,
+            controller.transfers.device_hazards,
             listen=address if role.role is Role.DECODE else None,
             # Both sides compare a digest of their memory, over the control link. A plane's own checksum finds accidents
             # at once; who changes bytes on the data connection can change it as well.

@@ -76,7 +76,7 @@ def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgen
     link.send(WorkerReady(cpu_paths(), info))
     try:
         _loop(runner, link, transfers)
-        controller.drain(DRAIN_TIMEOUT_S)
+        controller.transfers.drain(DRAIN_TIMEOUT_S)
     except RankGroupError as error:
         logger.error("rank %d cannot go on: %s", launch.rank, error)
         link.poll(END_OF_GROUP_S)

@@ -313,7 +313,7 @@ class CpuModelRunner:
         if sequence.num_retries > MAX_RETRIES:
             logger.error("request %s is given up after %d retries: %s", sequence.request_id, MAX_RETRIES, reason)
             return False
-        lost = self._ranks.union(self._controller.failed_slots(sequence.block_table))
+        lost = self._ranks.union(self._controller.transfers.failed_slots(sequence.block_table))
         first = next((index for index, slot in enumerate(sequence.block_table) if slot in lost), 0)
         sequence.computed = min(sequence.computed, first * self._config.block_size)
         logger.warning("request %s is computed again from token %d: %s", sequence.request_id, sequence.computed, reason)
@@ -327,7 +327,7 @@ class CpuModelRunner:
         slots = sequence.block_table[sequence.computed // size : sequence.target // size]  # whole ones are cached
         never_computed = CpuEvent()
         never_computed.finish(ModelError(f"request {sequence.request_id} failed before this block was computed"))
-        self._controller.device_hazards.after(Actor.REMOTE, never_computed, writes=slots)
+        self._controller.transfers.device_hazards.after(Actor.REMOTE, never_computed, writes=slots)
 
     def _write_stats(self) -> None:
         """For tests that watch the server from outside. Replaced as a whole: never half written."""

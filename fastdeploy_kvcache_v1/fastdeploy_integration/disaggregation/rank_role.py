@@ -44,7 +44,7 @@ class RankRole(ABC):
         """The caches are there, at the start and after `let_go`, when peers meet another instance: the engine hears of
         it. Raises `ConfigError`.
         """
-        regions = [rows for layer in controller.device_rows for rows in layer]
+        regions = [rows for layer in controller.transfers.device_rows for rows in layer]
         plane = self._choice.open_plane(self._place.host)
         plane.register(regions)
         geometry = Geometry.of(
@@ -58,7 +58,7 @@ class RankRole(ABC):
         self._transfers = RankTransfers(
             Self(geometry, plane.address(), replace(self._choice.settings, instance=os.urandom(16).hex())),
             plane,
-            controller.device_hazards,
+            controller.transfers.device_hazards,
             listen=PeerPort(self._place.host, self._place.ports[shape.tp_rank]) if self._listens else None,
             regions=regions if self._choice.digest and not regions[0].on_gpu else (),
             names_come_once=True,

@@ -53,7 +53,7 @@ class HostStorage(RankStorage):
     def use(self, controller: CacheController) -> None:
         pool = controller.host_pool
         memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
-        self._agent.use(pool.memory_of_slot, memory, partial(controller.refilled, level=CacheLevel.HOST))
+        self._agent.use(pool.memory_of_slot, memory, partial(controller.transfers.refilled, level=CacheLevel.HOST))
 
     def let_go(self) -> bool:
         """See `StorageAgent.let_go`."""
@@ -70,9 +70,9 @@ class DeviceStorage(RankStorage):
     def use(self, controller: CacheController) -> None:
         self._agent.use(
             DeviceCaches.over(
-                controller.device_rows,
-                late_writes=controller.late_writes,
-                refilled=controller.refilled,
+                controller.transfers.device_rows,
+                late_writes=controller.transfers.late_writes,
+                refilled=controller.transfers.refilled,
                 owner=controller.caches,
             )
         )

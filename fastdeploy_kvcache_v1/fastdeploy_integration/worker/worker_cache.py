@@ -187,7 +187,7 @@ class WorkerCache:
             self._latest = None
             if self._controller is not None:
                 overwritten = self._tables.written() if step.evict else None
-                self._latest = self._controller.submit_swap_tasks(step, overwritten=overwritten)
+                self._latest = self._controller.transfers.submit(step, overwritten=overwritten)
                 self._counters += [] if self._latest is None else [self._latest]
         if self._passes is not None and steps:
             self._passes.taken(steps[-1].step)
@@ -209,10 +209,10 @@ class WorkerCache:
             if counter is not layered:
                 counter.wait_all()
         waits: LayerDoneCounter | None = layered
-        if self._controller.num_unreported_copies:
+        if self._controller.transfers.num_unreported:
             # A slot that is swapped in for this pass may be one that a row wrote whose end is not known yet.
             late = writes if layered is None else writes - layered.target_slots
-            waits = self._controller.before_compute((), late, counter=layered, by_layer=layer_by_layer)
+            waits = self._controller.transfers.before_compute((), late, counter=layered, by_layer=layer_by_layer)
         if self._timer is not None and self._runtime is not None:
             self._timer.begin(self._runtime.compute_stream, waits_inside=waits is not None)
         self.current_counter = waits
@@ -237,7 +237,7 @@ class WorkerCache:
                 layered.wait_all()
             if self._timer is not None and self._runtime is not None:
                 self._timer.end(self._runtime.compute_stream)
-            event = self._controller.after_compute(reads, writes)
+            event = self._controller.transfers.after_compute(reads, writes)
             if not is_idle:
                 self._tables.pass_submitted()
                 if self._passes is not None:
@@ -248,12 +248,12 @@ class WorkerCache:
         """No pass is coming that would tell what became of copies, and of passes: tell it now. `is_idle`: see
         `end_forward`. Raises as that.
         """
-        if self._controller is not None and (self._controller.num_unreported_copies or self._passes is not None):
+        if self._controller is not None and (self._controller.transfers.num_unreported or self._passes is not None):
             self._report(is_idle)
 
     def _report(self, is_idle: bool) -> None:
         assert self._controller is not None
-        report = self._controller.take_report()
+        report = self._controller.transfers.take_report()
         if self._passes is not None:
             report = replace(report, passes=self._passes.news(is_idle=is_idle))
         if self._timer is not None and (prefills := self._timer.take()):

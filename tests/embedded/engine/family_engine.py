@@ -110,7 +110,7 @@ class FamilyEngine(Harness):
     def settle(self) -> None:
         """Until every copy is told."""
         for rank, worker in enumerate(self.workers):
-            worker.controller.drain(30)
+            worker.controller.transfers.drain(30)
             self.core.on_report(worker.runner.take_report(), rank)
 
     def close(self) -> None:

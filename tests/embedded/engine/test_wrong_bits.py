@@ -68,7 +68,7 @@ class Bit:
 
 def device_row(engine, rng, layers, slot):
     """What one role of one layer keeps of a block, on some rank."""
-    return rng.choice(rng.choice(engine.controllers).device_rows[rng.randrange(layers)]).array[slot]
+    return rng.choice(rng.choice(engine.controllers).transfers.device_rows[rng.randrange(layers)]).array[slot]
 
 
 def host_row(engine, rng, layers, slot):

@@ -62,7 +62,7 @@ class Group:
         self.each(lambda runner: runner.execute(num_rows))
 
     def finish_copies(self):
-        self.each(lambda runner: runner._controller.drain(30))
+        self.each(lambda runner: runner._controller.transfers.drain(30))
 
     def of_reports(self, field):
         return [[each for report in reports for each in getattr(report, field)] for reports in self.reports]
@@ -233,12 +233,12 @@ def test_ranks_agree_whether_there_is_anything_to_do(make_group, monkeypatch, op
     run(group, 1)
     group.insert_tasks([with_swaps(other(ABORT, 0, "a"), 0, evict=((0, 1), (3, 4)))])
     run(group, 1)
-    group.runners[1 - open_on]._controller.drain(30)
+    group.runners[1 - open_on]._controller.transfers.drain(30)
     run(group, 1)  # which reports the copy on the rank that has ended it
     assert [runner._steps.has_open_copies for runner in group.runners] == [open_on == 0, open_on == 1]
     assert group.each(lambda runner: runner.not_need_stop()) == [True, True]
     may_end.set()
-    group.runners[open_on]._controller.drain(30)
+    group.runners[open_on]._controller.transfers.drain(30)
     run(group, 1)
     assert group.each(lambda runner: runner.not_need_stop()) == [False, False]
 
@@ -300,5 +300,5 @@ def test_nobody_reads_a_chunk_that_was_not_computed(runner, model, expected):
     runner.insert_tasks([prefill(1, "b", PROMPT, [0, 1, 7, 8], start=16)])
     assert tokens(run(runner, 3, rows=3, row=1)) == expected[:2]
     runner.insert_tasks([prefill(0, "a", LONG, range(5), start=16), prefill(2, "c", LONG, [0, 1, 2, 9, 10], start=24)])
-    assert runner._controller.failed_slots(range(16)) == [2, 3], "and no more: what b computed is read"
+    assert runner._controller.transfers.failed_slots(range(16)) == [2, 3], "and no more: what b computed is read"
     assert tokens(run(runner, 3, rows=3, row=2)) == decode_alone(model, LONG, 2)

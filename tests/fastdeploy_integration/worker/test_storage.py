@@ -81,9 +81,8 @@ def test_an_agent_is_given_the_tiers_and_lets_them_go(monkeypatch, settings, hos
     monkeypatch.setattr(storage_module.DeviceCaches, "over", lambda rows, **given: (rows, sorted(given)))
     buffer = SimpleNamespace(array=SimpleNamespace(data="memory"), file="file")
     pool = SimpleNamespace(buffer=buffer, slot_bytes=64, memory_of_slot="memory of slot")
-    controller = SimpleNamespace(
-        host_pool=pool, refilled=lambda *given, **more: (given, more), device_rows="rows", late_writes=None, caches=None
-    )
+    transfers = SimpleNamespace(refilled=lambda *given, **more: (given, more), device_rows="rows", late_writes=None)
+    controller = SimpleNamespace(host_pool=pool, transfers=transfers, caches=None)
     made = rank_storage(config(settings, monkeypatch, host_blocks=4))
     made.use(controller)
     assert made.let_go() == host_stays

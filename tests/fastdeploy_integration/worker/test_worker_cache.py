@@ -175,7 +175,7 @@ def test_a_pass_does_not_wait_for_a_backup(virtual, end, copied, running):
     while virtual.stream.run():
         pass
     assert not virtual.stream.waiting, "it went on beside the copy"
-    assert virtual._controller.num_unreported_copies == 1
+    assert virtual._controller.transfers.num_unreported == 1
 
 
 def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(virtual):
@@ -185,7 +185,7 @@ def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(virtual):
         virtual.begin_forward(layer_by_layer=True)
     virtual.stream.submit(lambda: None)
     virtual.end_forward()
-    uses = virtual._controller._transfers._device_hazards._uses
+    uses = virtual._controller.transfers._device_hazards._uses
     (use,) = [use for use in uses if use.actor is Actor.COMPUTE]
     assert (use.reads | use.writes, use.writes) == ({1, 2, 3}, {1, 2})
 
@@ -196,7 +196,7 @@ def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_ca
     cache = make_cache(make_runtime=lambda: device, tell_copies=told.append)
     register(cache)
     cache.receive([task(SwapStep(0, (evict((0, 2), (1, 3)),)))])
-    cache._controller.drain(5.0)
+    cache._controller.transfers.drain(5.0)
     cache.begin_forward(layer_by_layer=True)
     cache.end_forward()
     (result,) = [each for report in told for each in report.transfers]

@@ -214,7 +214,7 @@ def test_the_worker_copies_by_them_when_it_is_told_to(monkeypatch):
     with closing(Rig(CpuRuntime(), backend=TensorBackend())) as rig:
         rig.fill()
         rig.submit(evict((1, 2, 5), (0, 4, 3)))
-        rig.controller.drain()
+        rig.controller.transfers.drain()
         rig.submit(into=swap_in((4, 3), (0, 1))).wait_all()
         assert [rig.holds_all(slot, 10 + content) for slot, content in enumerate((2, 5, 2, 3, 4, 5))] == [True] * 6
     assert set(ran) == {"swap_cache_per_layer_async"}

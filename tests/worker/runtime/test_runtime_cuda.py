@@ -47,10 +47,10 @@ def test_calls_of_one_step(gpu, rig):
     gpu.progress_on_query = False
     gpu.log.clear()
     counter = rig.submit(evict((0,), (2,)), swap_in((2,), (1,)))
-    rig.controller.before_compute([1], [], counter=counter)
+    rig.controller.transfers.before_compute([1], [], counter=counter)
     for layer in range(2):
         counter.wait_for_layer(layer)
-    rig.controller.after_compute([1], [])
+    rig.controller.transfers.after_compute([1], [])
 
     output, into = [entry[1] for entry in gpu.log if entry[0] == "stream"]
     out_end = [entry for entry in gpu.log if entry[:2] == ("record", output)][-1][2]
@@ -64,10 +64,10 @@ def test_calls_of_one_step(gpu, rig):
     assert [entry[2] for entry in gpu.log if entry[:2] == ("wait", into)] == [out_end]
     assert [entry[2] for entry in gpu.log if entry[:2] == ("wait", COMPUTE)] == layers
     assert {entry[2] for entry in gpu.log if entry[0] == "stream"} == {"non-blocking"}
-    assert rig.controller.take_results() == [], "nothing has run yet, and nobody was blocked"
+    assert rig.controller.transfers.take_results() == [], "nothing has run yet, and nobody was blocked"
 
     gpu.run_all()
-    first, second = rig.controller.take_results()
+    first, second = rig.controller.transfers.take_results()
     assert (first.target, first.ok, first.seconds) == (CacheLevel.HOST, True, 0.004)
     assert (second.target, second.ok, second.seconds) == (CacheLevel.DEVICE, True, 0.004)
     rig.close()
@@ -77,7 +77,7 @@ def test_an_error_the_gpu_reports_later_fails_the_transfer(gpu, rig):
     gpu.progress_on_query = False
     rig.submit(evict((0,), (0,)))
     gpu.statuses["cuEventQuery"] = 700
-    (result,) = rig.controller.take_results()
+    (result,) = rig.controller.transfers.take_results()
     assert "CUDA error 700" in str(result.error)
     assert result.target_slots == (0,)
 
@@ -97,38 +97,38 @@ class Lease(CpuEvent):
 
 
 def test_what_uses_a_slot_of_a_peer_is_submitted_when_the_peer_is_done(gpu, rig):
-    rig.controller.device_hazards.after(Actor.REMOTE, Lease(gpu), reads=(3,))
+    rig.controller.transfers.device_hazards.after(Actor.REMOTE, Lease(gpu), reads=(3,))
     gpu.log.clear()
     rig.submit(into=swap_in((0,), (3,)))
     names = [entry[0] for entry in gpu.log]
     assert names.index("the lease ends") < names.index("copy 2D")
 
-    rig.controller.device_hazards.after(Actor.REMOTE, Lease(gpu), reads=(4,))
+    rig.controller.transfers.device_hazards.after(Actor.REMOTE, Lease(gpu), reads=(4,))
     gpu.log.clear()
-    rig.controller.before_compute([], [4])
+    rig.controller.transfers.before_compute([], [4])
     assert gpu.log == [("the lease ends",)]
     rig.close()
 
 
 def test_a_peer_that_does_not_end_its_use_is_not_waited_for_for_ever(gpu):
     rig = Rig(CudaRuntime(compute_handle=COMPUTE), backend=GpuBackend(gpu), timeout_s=0.01)
-    rig.controller.device_hazards.after(Actor.REMOTE, Lease(gpu, ends=False), reads=(3,))
+    rig.controller.transfers.device_hazards.after(Actor.REMOTE, Lease(gpu, ends=False), reads=(3,))
     with pytest.raises(LayerSwapTimeoutError, match=r"a peer's use of a slot did not end within 0\.01 s"):
         rig.submit(into=swap_in((0,), (3,)))
     assert not [entry for entry in gpu.log if entry[0] == "copy 2D"]
     with pytest.raises(LayerSwapTimeoutError):
-        rig.controller.before_compute([], [3])
-    assert rig.controller.take_results() == []
+        rig.controller.transfers.before_compute([], [3])
+    assert rig.controller.transfers.take_results() == []
 
 
 def test_what_a_peer_did_not_bring_is_not_read(gpu, rig):
     lost = Lease(gpu, error=OSError("the link is gone"))
-    rig.controller.device_hazards.after(Actor.REMOTE, lost, writes=(3,))
+    rig.controller.transfers.device_hazards.after(Actor.REMOTE, lost, writes=(3,))
     with pytest.raises(TransferError, match="the link is gone"):
-        rig.controller.before_compute([3], [])
+        rig.controller.transfers.before_compute([3], [])
     rig.submit(evict((3,), (0,)))
     gpu.run_all()
-    (result,) = rig.controller.take_results()
+    (result,) = rig.controller.transfers.take_results()
     assert "the link is gone" in str(result.error)
     rig.close()
 
