@@ -1,4 +1,4 @@
-"""Where this user's fetched models and shared secret stay."""
+"""Where a user's fetched models, shared secret and trials of copies stay."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
+from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
@@ -16,7 +17,9 @@ from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.switch import SWITCH
+from fastdeploy_kvcache_v1.worker.ops import trial
 from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
+from fastdeploy_kvcache_v1.worker.ops.rates import KERNEL, RUNS, Rates
 from tests.gpu.in_process import fake_gpu
 from tests.mooncake_master import Master, needs_mooncake
 from tests.storage.attention_store.stand_in import installed, num_stored, set_faults
@@ -133,11 +136,32 @@ def test_the_cupy_that_fits_the_driver_is_named(served, of_cupy, ok, said):
     with fake_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "cuDriverGetVersion", lambda: served)
         patch.setattr(sys.modules["cupy"].cuda.runtime, "runtimeGetVersion", lambda: of_cupy)
+        patch.setattr(trial, "rates_of", lambda device, row_bytes: Rates())
         if of_cupy is None:
             patch.setitem(sys.modules, "cupy", None)
         (found,) = (finding for finding in doctor.machine_findings() if finding.name == "CuPy")
     assert found.ok is ok
     assert said in found.detail
+
+
+@pytest.mark.parametrize(
+    ("rates", "ok", "said"),
+    [
+        (Rates({RUNS: {}}, {KERNEL: "it hangs"}), True, "runs (not kernel: it hangs)"),
+        (Rates({}, {KERNEL: "no memory"}), False, "runs (not kernel: no memory)"),
+        (ConfigError("plain copies give other bytes"), False, "plain copies give other bytes"),
+    ],
+)
+def test_what_a_trial_of_the_copies_finds_is_told(monkeypatch, rates, ok, said):
+    def rates_of(device, row_bytes):
+        if isinstance(rates, Exception):
+            raise rates
+        return rates
+
+    monkeypatch.setattr(trial, "rates_of", rates_of)
+    with fake_gpu():
+        (found,) = (finding for finding in doctor.machine_findings() if finding.name == "copy paths on the GPU")
+    assert (found.ok, found.detail) == (ok, said)
 
 
 @pytest.mark.parametrize(("table", "ok"), [("PADDLE_LIBRARIES", False), ("MOONCAKE_LIBRARIES", None)])

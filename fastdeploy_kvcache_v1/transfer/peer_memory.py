@@ -12,12 +12,11 @@ import numpy.typing as npt
 
 from ..errors import CacheStateError, ConfigError, TransferError
 from ..worker.ops.cuda_copies import Copy2D, copy_batch
-from ..worker.ops.driver import DriverStream, driver
+from ..worker.ops.driver import UUID_BYTES, DriverStream, driver, uuid_of
 
 __all__ = ["HANDLE_BYTES", "UUID_BYTES", "Allocation", "Gpu", "PeerMemory"]
 
 HANDLE_BYTES = 64
-UUID_BYTES = 16
 
 _ORDINAL = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
@@ -84,11 +83,9 @@ class PeerMemory:
 
     def gpu_of(self, address: int) -> Gpu:
         """Whose memory is at `address`."""
-        number, gpu, uuid = c_int(), c_int(), (c_uint8 * UUID_BYTES)()
+        number = c_int()
         driver().call("cuPointerGetAttribute", byref(number), _ORDINAL, address)
-        driver().call("cuDeviceGet", byref(gpu), number)
-        driver().call("cuDeviceGetUuid", uuid, gpu)
-        return Gpu(number.value, bytes(uuid))
+        return Gpu(number.value, uuid_of(number.value))
 
     def reaches(self, number: int, uuid: bytes) -> bool | None:
         """Whether GPU `number` reads the memory of GPU `uuid`; None when this process does not see that one."""
@@ -96,11 +93,9 @@ class PeerMemory:
         driver().call("cuDeviceGetCount", byref(count))
         driver().call("cuDeviceGet", byref(own), number)
         for ordinal in range(count.value):
-            name = (c_uint8 * UUID_BYTES)()
-            driver().call("cuDeviceGet", byref(other), ordinal)
-            driver().call("cuDeviceGetUuid", name, other)
-            if bytes(name) != uuid:
+            if uuid_of(ordinal) != uuid:
                 continue
+            driver().call("cuDeviceGet", byref(other), ordinal)
             if other.value != own.value:
                 driver().call("cuDeviceCanAccessPeer", byref(can), own, other)
             return other.value == own.value or bool(can.value)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cupy
@@ -22,7 +20,7 @@ def machine() -> dict[str, Any]:
     return {
         "gpu": gpu["name"].decode(),
         "capability": f"{gpu['major']}.{gpu['minor']}",
-        "driver": driver_release() or "unknown",
+        "driver": trial.driver_release() or "unknown",
         "cuda_of_driver": runtime.driverGetVersion(),
         "cuda_of_cupy": runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
@@ -32,19 +30,6 @@ def machine() -> dict[str, Any]:
         "package": fastdeploy_kvcache_v1.__version__,
         "ptx": PTX.read_text(encoding="utf-8").splitlines()[0],
     }
-
-
-def driver_release() -> str:
-    """As 580.159.04, by NVML; a container may lack the file."""
-    release = ctypes.create_string_buffer(96)
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(release, len(release)) == 0:
-            return release.value.decode()
-    except (OSError, AttributeError):
-        pass
-    file = Path("/sys/module/nvidia/version")
-    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
 
 def ways_that_are_used() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import cupy
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fastdeploy_kvcache_v1"
 WORKER = PACKAGE / "worker"
-FILES = [WORKER / "runtime/cuda.py", WORKER / "ops/cuda_copies.py", *sorted(WORKER.glob("ops/trial*.py"))]
+FILES = [WORKER / f"{name}.py" for name in ("runtime/cuda", "runtime/copy_trial", "ops/cuda_copies", "ops/trial")]
 FEWEST = 20
 METHODS = {"wait_event": cupy.cuda.Stream, "synchronize": cupy.cuda.Stream, "record": cupy.cuda.Event}
 """Methods of CuPy's objects, by names that nothing else in these files has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import ConfigError
 from ...worker.ops import trial
 from ...worker.ops.copies import paddle_paths
 from ...worker.runtime import CudaRuntime, Runtime
@@ -13,7 +14,7 @@ from ..backends import DSA, MLA, cache_backend
 from ..copy_report import socket_path
 from ..overlay import overlay
 from ..overlay.table import Where
-from ..swap_space import draft_tokens, has_draft_layer
+from ..swap_space import draft_tokens, has_draft_layer, host_layout
 from .copy_reporter import CopyReporter
 from .latent_prefix import PREFIX
 from .storage import rank_storage
@@ -48,8 +49,13 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         int(ranks.tensor_parallel_rank),
         lambda: paddle_paths() or trial.known().paths(),
     )
+    num_host_blocks = int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0
+    if num_host_blocks:
+        # Now the GPU is nearly empty, so other processes have room there to try the copies, and they are gone before
+        # FastDeploy looks how much of it is free. Behind the load of the model there may be none.
+        trial.rates_of(_current_device(), _row_bytes(config, envs.FD_ATTENTION_BACKEND))
     _worker_cache = WorkerCache(
-        num_host_blocks=int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0,
+        num_host_blocks=num_host_blocks,
         block_size=int(cache.block_size),
         make_runtime=_current_gpu,
         parts=(MAIN, DRAFT) if has_draft_layer(config) else (MAIN,),
@@ -65,6 +71,14 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         ),
     )
     wrapped(*args, **kwargs)
+
+
+def _row_bytes(config: Any, attention_backend: str) -> list[int]:
+    """Of each role, as the engine computes them. Empty where it does not know either: the tensors will tell."""
+    try:
+        return [role.block_bytes for role in host_layout(config, attention_backend).roles]
+    except ConfigError:
+        return []
 
 
 def _current_gpu() -> Runtime:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint8, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from ...errors import ConfigError, TransferError
 
 VERSION = 12080
 """Of the interface that is asked for: cuMemcpyBatchAsync got another signature under the same name later."""
+
+UUID_BYTES = 16
 
 _SIGNATURES: dict[str, list[Any]] = {
     "cuDriverGetVersion": [POINTER(c_int)],
@@ -51,8 +53,8 @@ def address_of(name: str) -> int:
     except (OSError, AttributeError) as error:
         raise ConfigError(f"there is no CUDA driver of version 11.3 or later: {error}") from None
     found, status = c_void_p(), c_int()
-    more = (ctypes.byref(status),) if ask.__name__.endswith("_v2") else ()
-    ask(name.encode(), ctypes.byref(found), VERSION, c_uint64(0), *more)
+    more = (byref(status),) if ask.__name__.endswith("_v2") else ()
+    ask(name.encode(), byref(found), VERSION, c_uint64(0), *more)
     return found.value or 0
 
 
@@ -105,3 +107,11 @@ class Driver:
 def driver() -> Driver:
     """Of this process."""
     return Driver(lambda name: address_of(name))
+
+
+def uuid_of(device: int) -> bytes:
+    """The 16 bytes that name GPU `device` of this process in every process. Raises as `Driver.call`."""
+    gpu, uuid = c_int(), (c_uint8 * UUID_BYTES)()
+    driver().call("cuDeviceGet", byref(gpu), device)
+    driver().call("cuDeviceGetUuid", uuid, gpu)
+    return bytes(uuid)

@@ -182,24 +182,27 @@ def test_how_the_tensors_of_a_backend_are_stored(emptied, name, backend, quant_t
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(
-    ("given", "host_blocks", "parts", "draft_tokens"),
+    ("given", "host_blocks", "parts", "draft_tokens", "rows"),
     [
-        ({}, 7, (MAIN,), 0),
-        ({"enable_prefix_caching": False}, 0, (MAIN,), 0),
-        ({"num_cpu_blocks": None}, 0, (MAIN,), 0),
-        ({"method": "mtp"}, 7, (MAIN, DRAFT), 2),
-        ({"method": "ngram"}, 7, (MAIN,), 2),
+        ({"num_key_value_heads": 2, "head_dim": 8}, 7, (MAIN,), 0, [128, 128]),
+        ({"enable_prefix_caching": False}, 0, (MAIN,), 0, None),
+        ({"num_cpu_blocks": None}, 0, (MAIN,), 0, None),
+        ({"method": "mtp"}, 7, (MAIN, DRAFT), 2, []),
+        ({"method": "ngram"}, 7, (MAIN,), 2, []),
     ],
 )
 def test_a_runner_has_its_cache_before_it_makes_its_proposer(
-    emptied, monkeypatch, named, given, host_blocks, parts, draft_tokens
+    emptied, monkeypatch, named, given, host_blocks, parts, draft_tokens, rows
 ):
-    made, required, told = [], [], []
+    made, required, told, tried = [], [], [], []
     active = SimpleNamespace(require_complete=required.append)
     monkeypatch.setattr(overlay, "active", lambda: active)
     monkeypatch.setattr(patches, "_worker_cache", None)
     monkeypatch.setattr(patches, "WorkerCache", lambda **settings: made.append(settings) or "the cache")
     monkeypatch.setattr(patches, "rank_storage", lambda config, **where: [where["device_id"], where["on_gpu"]])
+    monkeypatch.setattr(patches.trial, "rates_of", lambda *given: tried.append((*given, patches._worker_cache, *told)))
+    monkeypatch.setattr(patches, "_current_device", lambda: 5)
+    emptied[0].FD_ATTENTION_BACKEND = "APPEND_ATTN"
     monkeypatch.setenv(settings.BLOCK_BYTES_VARIABLE, "4096")
     args, kwargs = ((), {"fd_config": fd_config(**{"num_cpu_blocks": 7, **given}), "device_id": 6})
     if not named:
@@ -210,3 +213,4 @@ def test_a_runner_has_its_cache_before_it_makes_its_proposer(
     assert (chosen["num_host_blocks"], chosen["parts"], chosen["draft_tokens"]) == (host_blocks, parts, draft_tokens)
     assert (chosen["block_size"], chosen["expected_block_bytes"], chosen["keep_host_memory"]) == (4, 4096, True)
     assert chosen["storage"] == [6, True]
+    assert tried == ([(5, rows, None)] if host_blocks else []), "copies are tried before the model takes the memory"

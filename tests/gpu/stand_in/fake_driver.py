@@ -268,11 +268,12 @@ class FakeGpu:
     def _work(self, handle: int, nanoseconds: float, parts: list[Callable[[], None]]) -> None:
         """Parts in any order, one in each step."""
         self.random.shuffle(parts)
+        share = nanoseconds / max(1, len(parts))
 
         def step() -> bool:
             self._steps += 1
             if not self.broken:
-                self.now += nanoseconds / max(1, len(parts))
+                self.now += share
                 if parts:
                     parts.pop()()
             return not parts or bool(self.broken)
@@ -427,7 +428,9 @@ class FakeGpu:
         )
         self.log.append(("kernel", stream, arguments.first_row, arguments.end_row, arguments.num_blocks))
         ends = [*range(arguments.first_row, arguments.end_row)]
-        nanoseconds = self.copy_ns("kernel", arguments.num_blocks * len(ends), 0)
+        at = self.for_kernel(arguments.rows + ends[0] * ROW.itemsize, ROW.itemsize)
+        width = int(np.frombuffer(ctypes.string_at(at, ROW.itemsize), ROW)[0]["bytes"])
+        nanoseconds = self.copy_ns("kernel", arguments.num_blocks * len(ends), width)
         self._work(stream, nanoseconds, [lambda row=row: self._kernel_row(arguments, row) for row in ends])
 
     def _kernel_row(self, arguments: Arguments, number: int) -> None:
