@@ -114,12 +114,13 @@ class Stores:
         self._tree = tree
         self._residency = residency
         self._tiering = tiering
-        self._stores: dict[str, HostReader | Sequence[DeviceSlot]] = {}
+        self._stores: dict[str, tuple[HostReader, Sequence[DeviceSlot]]] = {}
+        """Host copies or device slots."""
 
     def begin(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
         self._require_new(store_id)
         blocks: list[tuple[BlockHash, HostSlot]] = []
-        reader = HostReader()
+        reader: HostReader = []
         for copy in self._tiering.told.of(step) or ():
             if len(blocks) == len(slots):
                 break
@@ -129,7 +130,7 @@ class Stores:
                 blocks += [block for block in all_blocks if block[1] in slots]
                 self._residency.begin_reading(read, reader)
         if blocks:
-            self._stores[store_id] = reader
+            self._stores[store_id] = reader, ()
         return StoreSource(tuple(block for block, _ in blocks), tuple(slot for _, slot in blocks))
 
     def begin_on_device(self, store_id: str, hashes: Sequence[BlockHash], first: int, most: int | None) -> StoreSource:
@@ -138,17 +139,15 @@ class Stores:
         slots = self._tree.filled_device_slots(hashes, first, end)
         if slots:
             self._residency.device_pool.hold(slots)
-            self._stores[store_id] = slots
+            self._stores[store_id] = [], slots
         return StoreSource(tuple(hashes[first : first + len(slots)]), tuple(slots))
 
     def end(self, store_id: str) -> None:
-        reader = self._stores.pop(store_id, None)
-        if reader is None:
+        if store_id not in self._stores:
             raise CacheStateError(f"store {store_id} is unknown, or has ended already")
-        if isinstance(reader, HostReader):
-            self._residency.end_reading(reader)
-        else:
-            self._residency.device_pool.let_go(reader)
+        reader, slots = self._stores.pop(store_id)
+        self._residency.end_reading(reader)
+        self._residency.device_pool.let_go(slots)
 
     def _require_new(self, store_id: str) -> None:
         if store_id in self._stores:

@@ -44,14 +44,8 @@ class HostCopy(Link):
         """From outside the two tiers: the slots stay as they are until these have ended."""
 
 
-class HostReader:
-    """Reads host slots from outside the two tiers."""
-
-    __slots__ = ("copies",)
-
-    def __init__(self) -> None:
-        self.copies: list[HostCopy] = []
-        """What it reads; a copy that is cut while it is read counts with both its parts."""
+HostReader = list[HostCopy]
+"""What a store reads; a copy that is cut meanwhile counts with both its parts. Two readers are never the same one."""
 
 
 class RunQueue:

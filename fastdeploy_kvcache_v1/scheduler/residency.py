@@ -270,11 +270,11 @@ class Residency:
         assert run.host is not None, "only host slots are read from outside"
         run.host.readers += readers
         for reader in readers:
-            reader.copies.append(run.host)
+            reader.append(run.host)
             self._read[run.host] = None
 
     def end_reading(self, reader: HostReader) -> None:
-        for host in reader.copies:
+        for host in reader:
             host.readers = tuple(other for other in host.readers if other is not reader)
             if host.readers:
                 continue
