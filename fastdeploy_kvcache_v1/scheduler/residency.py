@@ -230,8 +230,8 @@ class Residency:
 
     def next_host_victim(self) -> Run | None:
         """The run whose host copy is to go next; None if no copy can go. What cannot is out of the way now."""
-        doubles, copies, expected = self.doubles.youngest_first(), self.host_order.candidates(), self._expected[1]
-        return next(filter(self._is_host_victim, chain(doubles, copies, expected)), None)
+        doubles = self.doubles.youngest_first() if self.doubles.may_be else ()
+        return next(filter(self._is_host_victim, chain(doubles, self.host_order.candidates(), self._expected[1])), None)
 
     def next_lost(self) -> Run | None:
         """The run that is to be lost next, or None: as `next_host_victim`, if nothing was on the device as well."""
@@ -260,7 +260,7 @@ class Residency:
     def _unblock_host(self, run: Run) -> None:
         host = run.host
         waits = host is None or host.is_queued or (run.other_children and not run.on_device)
-        if host is not None and not waits and not self.doubles.take(host):
+        if host is not None and not waits and not (self.doubles.may_be and self.doubles.take(host)):
             self.host_order.enter(host, first=True)
 
     # ---- readers from outside the two tiers

@@ -43,6 +43,10 @@ SCENARIOS = {
         "4+4 write_through: run a; step late; run ab; step; run ab joins; shape ab; fail late host all; see ab DD;"
         "copied a n"
     ),
+    "a backup that failed is forgotten in all parts of a run that was cut": (
+        "8+8 write_through: run abcde; step late; start abcx upper; start abcdy lower; fail late host all;"
+        "copied abcde nnnnn; finish upper; finish lower; idle"
+    ),
     "a swap in that failed is forgotten once after its runs were joined": (
         "2+4: run ab; push 1; push 2; step; shape a b; start ab r; step late; finish r; shape ab; fail late device all;"
         "see ab -; idle"

@@ -32,6 +32,10 @@ SCENARIOS = {
         "16+16 write_through: run abcd; step; run abcdef; step; run abcdefgh; step late; run abcdefghi;"
         "run abcdefghij; step; store late abcdefg,abcdefgh; end; idle"
     ),
+    "and all parts of one that was cut": (
+        "8+8 write_through: run abcde; step late; start abcx upper; start abcdy lower;"
+        "store late a,ab,abc,abcd,abcde; end; finish upper; finish lower; idle"
+    ),
     "a copy of which a part failed is not stored": (
         "8+8 write_through: run ab; step late; fail late host 1; copied ab nn; store late -; idle"
     ),

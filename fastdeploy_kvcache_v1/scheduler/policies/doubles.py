@@ -27,6 +27,7 @@ class Doubles(RunQueue):
         self._num_host_blocks = num_host_blocks
         self._num_device_blocks = num_device_blocks
         self.may_be = are_saved
+        """Else there is never any."""
 
     @property
     def are_wanted(self) -> bool:

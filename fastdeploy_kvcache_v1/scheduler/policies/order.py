@@ -40,16 +40,13 @@ class EvictionOrder(ABC):
     def use(self, place: Link, /) -> None:
         """A request that used the run has ended; others may still use it. It is queued now, if it was not before."""
 
-    @staticmethod
-    def leave(place: Link, /) -> None:
-        """The run has left the tier, or cannot leave it now. In no queue any more."""
-        RunQueue.discard(place)
+    leave = staticmethod(RunQueue.discard)
+    """The run of a place has left the tier, or cannot leave it now. In no queue any more."""
 
-    def cut(self, head: Link, place: Link, /) -> None:
-        """`head`, in no queue, was cut from the upper end of the run of `place`, which is queued. It is queued now,
-        best right after `place`: lower blocks leave first, and parts that stay neighbours can be joined.
-        """
-        RunQueue.insert_after(head, place)
+    cut = staticmethod(RunQueue.insert_after)
+    """A new place, in no queue, was cut from the upper end of the run of a queued one. It is queued now, best right
+    after that: lower blocks leave first, and parts that stay neighbours can be joined.
+    """
 
     @abstractmethod
     def candidates(self) -> Iterator[Run]:
