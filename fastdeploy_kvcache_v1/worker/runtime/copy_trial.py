@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ...errors import TransferError
 from ..ops.cuda_copies import CudaCopies
 from ..ops.rates import JOINED, Rates, Timing
-from ..ops.rows import BlockRows, CopyRuns, LayerRows, plan_runs
+from ..ops.rows import BlockRows, ByteRows, CopyRuns, LayerRows, plan_runs
 from ..ops.trial import LIMIT_S, Answer
 from .cuda import CudaStream, stream_on
 
@@ -62,22 +62,34 @@ _NO_RESERVE = 0x4000
 """MAP_NORESERVE, which Python names from 3.11 on."""
 
 
+Places = npt.NDArray[np.int64]
+Images = list[ByteRows]
+"""What the used slots of a tier hold, or have to hold: uint8 `[slots, bytes of a row]` for each layer."""
+
+
 @dataclass(frozen=True)
 class _Case:
-    """Two tiers, dense on the device, by blocks on the host. `slots` of them are used."""
+    """Two tiers, dense on the device, by blocks on the host, of layers with one role; and the slots that are used."""
 
     widths: tuple[int, ...]
     device: list[LayerRows]
     host: list[LayerRows]
-    device_slots: npt.NDArray[np.int64]
-    host_slots: npt.NDArray[np.int64]
+    device_slots: Places
+    host_slots: Places
 
-    def plan(self, device: npt.NDArray[np.int64], host: npt.NDArray[np.int64], *, to_device: bool) -> CopyRuns:
+    def plan(self, device: Places, host: Places, *, to_device: bool) -> CopyRuns:
         """From places among the slots of one tier to as many of the other's."""
         sides = [(self.host_slots[host], self.host), (self.device_slots[device], self.device)]
         (of, sources), (to, targets) = sides if to_device else sides[::-1]
         num_sources, num_targets = sources[0][0].num_rows, targets[0][0].num_rows
         return plan_runs(of.tolist(), to.tolist(), num_sources=num_sources, num_targets=num_targets)
+
+    def ranges(self, images: Images) -> Iterator[tuple[int, ByteRows]]:
+        """Where neighbouring slots lie on the device, and the rows of an image that are theirs."""
+        edges = [0, *(np.flatnonzero(np.diff(self.device_slots) != 1) + 1).tolist(), len(self.device_slots)]
+        for (rows,), image in zip(self.device, images, strict=True):
+            for first, end in pairwise(edges):
+                yield rows.address + int(self.device_slots[first]) * rows.pitch, image[first:end]
 
 
 class _Memory:
@@ -113,40 +125,29 @@ class _Memory:
         ends = [np.r_[0:FAR_ROWS, slots - FAR_ROWS : slots] for slots in (device, host)]
         return self._case((FAR_ROW,), device, host, FAR_BLOCK, *ends)
 
-    def _case(self, widths: tuple[int, ...], device: int, host: int, pitch: int, *used: npt.NDArray[np.int64]) -> _Case:
-        starts = [0, *accumulate(widths)]
-        on_device = [
-            LayerRows([BlockRows(self.device + start * device, device, width, width, on_gpu=True)])
-            for start, width in zip(starts, widths, strict=False)
-        ]
-        on_host = [
-            LayerRows([BlockRows(self.host + start, host, width, pitch)])
-            for start, width in zip(starts, widths, strict=False)
-        ]
-        return _Case(widths, on_device, on_host, *used)
+    def _case(self, widths: tuple[int, ...], device: int, host: int, pitch: int, *used: Places) -> _Case:
+        of_device, of_host = [], []
+        for start, width in zip([0, *accumulate(widths[:-1])], widths, strict=True):
+            place = self.device + start * device
+            of_device.append(LayerRows([BlockRows(place, device, width, width, on_gpu=True)]))
+            of_host.append(LayerRows([BlockRows(self.host + start, host, width, pitch)]))
+        return _Case(widths, of_device, of_host, *used)
 
-    def write(self, case: _Case, device: list[npt.NDArray[np.uint8]], host: list[npt.NDArray[np.uint8]]) -> None:
+    def write(self, case: _Case, device: Images, host: Images) -> None:
         for (rows,), image in zip(case.host, host, strict=True):
             rows.array[case.host_slots] = image
-        for (rows,), image in zip(case.device, device, strict=True):
-            for first, part in _neighbours(case.device_slots, image):
-                place, kind = rows.address + first * rows.pitch, self._runtime.memcpyHostToDevice
-                self._runtime.memcpy(place, part.ctypes.data, part.nbytes, kind)
+        for place, part in case.ranges(device):
+            self._runtime.memcpy(place, part.ctypes.data, part.nbytes, self._runtime.memcpyHostToDevice)
         self._runtime.streamSynchronize(0)  # a call may return while the last bytes are on their way
 
-    def differing(self, case: _Case, device: list[npt.NDArray[np.uint8]], host: list[npt.NDArray[np.uint8]]) -> int:
+    def differing(self, case: _Case, device: Images, host: Images) -> int:
         """How many bytes are others."""
-        found = 0
-        for (rows,), image in zip(case.host, host, strict=True):
-            found += int(np.count_nonzero(rows.array[case.host_slots] != image))
-        for (rows,), image in zip(case.device, device, strict=True):
-            for first, part in _neighbours(case.device_slots, image):
-                place, kind = rows.address + first * rows.pitch, self._runtime.memcpyDeviceToHost
-                read = np.empty_like(part)
-                self._runtime.memcpy(read.ctypes.data, place, read.nbytes, kind)
-                self._runtime.streamSynchronize(0)
-                found += int(np.count_nonzero(read != part))
-        return found
+        pairs = [(rows.array[case.host_slots], image) for (rows,), image in zip(case.host, host, strict=True)]
+        for place, part in case.ranges(device):
+            pairs.append((np.empty_like(part), part))
+            self._runtime.memcpy(pairs[-1][0].ctypes.data, place, part.nbytes, self._runtime.memcpyDeviceToHost)
+        self._runtime.streamSynchronize(0)
+        return sum(int(np.count_nonzero(found != expected)) for found, expected in pairs)
 
 
 def _far_mapping(nbytes: int, least: int) -> mmap.mmap:
@@ -159,15 +160,6 @@ def _far_mapping(nbytes: int, least: int) -> mmap.mmap:
             if nbytes <= least:
                 raise MemoryError(f"the system refused {nbytes} bytes of addresses: {error}") from error
             nbytes = max(least, nbytes // 4)
-
-
-def _neighbours(
-    slots: npt.NDArray[np.int64], image: npt.NDArray[np.uint8]
-) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """The first slot of each range, and the rows of the range."""
-    edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
-    for first, end in pairwise(edges):
-        yield int(slots[first]), image[first:end]
 
 
 class _Trial:
@@ -224,7 +216,7 @@ class _Trial:
             on_host[host_order[half:]] = on_device[device_order[half:]]
         return self._memory.differing(case, device, host)
 
-    def _order(self, count: int, together: int) -> npt.NDArray[np.int64]:
+    def _order(self, count: int, together: int) -> Places:
         groups = self._random.permutation(math.ceil(count / together))
         order = (groups[:, None] * together + np.arange(together)).ravel()
         return order[order < count]
