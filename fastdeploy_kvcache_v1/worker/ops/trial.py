@@ -33,7 +33,13 @@ logger = logging.getLogger(__name__)
 CHOICE = "FASTDEPLOY_KVCACHE_CUDA_PATH"
 """Environment variable: `kernel` forces a way, `-batch` leaves one out, `-batch,-kernel` several."""
 
-CHILD = "fastdeploy_kvcache_v1.worker.runtime.copy_trial"
+_CHILD = """
+import sys
+sys.path.append(sys.argv[1])
+from fastdeploy_kvcache_v1.worker.runtime import copy_trial
+copy_trial.main()
+"""
+"""This package comes last on the path: beside it may lie what goes by a name of the standard library's."""
 
 LIMIT_S = 60.0
 """For one way; a GPU that works takes a few seconds, most of them for the start of a process."""
@@ -211,10 +217,8 @@ def _write(path: Path, answers: Mapping[str, Answer]) -> None:
 
 def run_child(task: str) -> Ended:
     """The process that tries a way, killed when its time is over."""
-    places = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     child = subprocess.Popen(
-        [sys.executable, "-m", CHILD, task],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+        [sys.executable, "-c", _CHILD, str(Path(__file__).parents[3]), task],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -212,6 +212,11 @@ def loses_the_end_of_a_batch(gpu):
     gpu.cuMemcpyBatchAsync = lambda to, of, sizes, count, *more: real(to, of, sizes, min(count, 3990), *more)
 
 
+def forgets_a_layer(gpu):
+    real = gpu._kernel_row
+    gpu._kernel_row = lambda arguments, number: None if number and arguments.to_device else real(arguments, number)
+
+
 def mixes_the_directions_up(gpu):
     """A copy that goes out while another one goes in takes that one's place."""
     real, seen = gpu.cuMemcpy2DAsync, set()
@@ -231,6 +236,7 @@ def mixes_the_directions_up(gpu):
         (RUNS, rows_that(lambda offset, nbytes: (offset, nbytes // 32 * 32 if nbytes > 4096 else nbytes)), "(4112,)"),
         (RUNS, rows_that(lambda offset, nbytes: (offset, min(nbytes, 128 * KB))), "(262144,)"),
         (BATCH, rows_that(lambda offset, nbytes: (offset % (1 << 32), nbytes)), "(65536,) bytes, 1 in a run"),
+        (KERNEL, forgets_a_layer, "(4096, 2048)"),
         (BATCH, loses_the_end_of_a_batch, "(512,) bytes, 1 in a run"),
         (RUNS, mixes_the_directions_up, "(512,) bytes, 1 in a run"),
     ],
