@@ -169,6 +169,12 @@ def test_a_gpu_with_little_memory_says_how_far_tiers_were_tried_and_is_tried_aga
     assert trials.asked == [*WAYS]
 
 
+def test_no_way_is_used_farther_than_all_were_tried(trials):
+    timings = [[to, 8 * KB, 1.0, 1.0] for to in (True, False)]
+    trials.said[BATCH] = Ended(0, json.dumps({"reach": 5, "timings": timings}), "")
+    assert trials.rates().reach == 5
+
+
 def test_addresses_are_tried_as_far_as_the_system_gives_them(trials, monkeypatch):
     real = copy_trial.mmap.mmap
 
