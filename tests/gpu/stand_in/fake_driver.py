@@ -9,7 +9,6 @@ of this process; what is against the rules is remembered in `faults` and breaks 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import random
@@ -19,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain, count, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,7 +88,7 @@ CALLS: dict[str, tuple[list[Any], list[Any]]] = {
     "cuDeviceGet": ([N], [N]),
     "cuDeviceGetCount": ([N], []),
     "cuDeviceGetUuid": ([ctypes.c_char * 16], [N]),
-    "cuDeviceCanAccessPeer": ([N], [N, N]),
+    "cuDeviceCanAccessPeer": ([N], [N, N]),  # there is one GPU: nobody asks
 }
 """What is written through pointers, which come first, and what is given, as `cuda.h` has them. The stand-in of CuPy
 calls the methods of these names itself.
@@ -116,13 +116,13 @@ class _Event:
     time: float = 0.0
 
 
-@dataclass
-class _Memory:
-    """Of the device, in a file that other processes can map."""
+class _Memory(NamedTuple):
+    """Of the device."""
 
-    file: int
-    bytes: mmap.mmap
-    address: int
+    bytes: Any
+    size: int
+    file: int = -1
+    """Which other processes can map."""
 
 
 class FakeGpu:
@@ -140,8 +140,6 @@ class FakeGpu:
         self.now = 0.0
         self.copy_ns: Callable[[str, int, int], float] = lambda way, pieces, width: 1e6
         self.progress_on_query = True
-        self.other_gpu: tuple[bytes, int] | None = None
-        """Another one that this process sees, and whether it reaches it."""
         self.free_bytes = 1 << 28
         self.compute_mode = 0
         """3: one process at a time."""
@@ -151,11 +149,11 @@ class FakeGpu:
         self._streams = {0: _Stream(True), COMPUTE: _Stream(True)}
         self._events: dict[int, _Event] = {}
         self._memory: dict[int, _Memory] = {}
-        self._private: set[int] = set()
-        """Memory that no other process can map."""
-        self._adopted: dict[int, Any] = {}
+        """By where it begins in this process."""
         self._mapped: dict[int, _Memory] = {}
-        self._handles = itertools.count(0x7700)
+        """Of other processes."""
+        self._freed: deque[Any] = deque(maxlen=16)
+        self._handles = count(0x7700)
         self._is_running = False
         self._functions = {name: self._exported(name) for name in CALLS}
 
@@ -245,7 +243,7 @@ class FakeGpu:
 
     def launch(self, handle: int, body: Callable[[], Any], pieces: int = 1) -> None:
         """A kernel: `body` is run in the last of so many steps."""
-        left = itertools.chain(range(pieces - 1, 0, -1), itertools.repeat(0))
+        left = chain(range(pieces - 1, 0, -1), repeat(0))
 
         def step() -> bool:
             self._steps += 1
@@ -284,15 +282,18 @@ class FakeGpu:
 
     def adopt(self, array: Any) -> int:
         """The bytes of a NumPy array are the device's from now on; their address there."""
-        self._adopted[array.ctypes.data] = array
+        self._memory[array.ctypes.data] = _Memory(array, array.nbytes)
         return int(array.ctypes.data) + ON_DEVICE
+
+    def bytes_of(self, address: int) -> Any:
+        """Of an allocation, as a NumPy array uint8 of all of it."""
+        return np.frombuffer(self._memory[address - ON_DEVICE].bytes, np.uint8)
 
     def on_device(self, address: int, nbytes: int) -> int:
         """Where the bytes of a device address are. Raises `Refused`."""
         real = address - ON_DEVICE
-        known = [(at, len(each.bytes)) for at, each in [*self._memory.items(), *self._mapped.items()]]
-        for start, size in itertools.chain(known, ((at, each.nbytes) for at, each in self._adopted.items())):
-            if start <= real and real + nbytes <= start + size:
+        for start, memory in chain(self._memory.items(), self._mapped.items()):
+            if start <= real and real + nbytes <= start + memory.size:
                 return real
         raise Refused(ILLEGAL)
 
@@ -321,24 +322,24 @@ class FakeGpu:
     def cuMemAlloc(self, nbytes: int) -> int:
         file = os.memfd_create("fake-gpu")
         os.truncate(file, max(1, nbytes))
-        return self._map(file, self._memory) + ON_DEVICE
+        return self._map(file, self._memory)
 
     def cuMemAllocAsync(self, nbytes: int) -> int:
-        address = self.cuMemAlloc(nbytes)
-        self._private.add(address - ON_DEVICE)
-        return address
+        """Of a pool of the driver's own, whose memory no handle names."""
+        return self.adopt(np.zeros(nbytes, np.uint8))
 
     def _map(self, file: int, into: dict[int, _Memory]) -> int:
         mapped = mmap.mmap(file, os.fstat(file).st_size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        into[address] = _Memory(file, mapped, address)
-        return address
+        into[address] = _Memory(mapped, len(mapped), file)
+        return address + ON_DEVICE
 
     def cuMemFree(self, address: int) -> None:
         """Nobody waits for the device; its pages stay, so that a late copy is a fault and no crash."""
         freed = self._memory.pop(address - ON_DEVICE, None)
         if freed is None:
             raise Refused(INVALID)
+        self._freed.append(freed.bytes)
         os.close(freed.file)
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
@@ -468,18 +469,10 @@ class FakeGpu:
         self.log.append(("stream", handle, "non-blocking" if flags else "blocking"))
         return handle
 
-    def cuStreamDestroy(self, handle: int) -> None:
-        """What was submitted still runs."""
-
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         self.log.append(("wait", stream, event))
         awaited, point = self._events[event], self._events[event].recorded
         self.push(stream, lambda: awaited.ended >= point)
-
-    def cuStreamQuery(self, stream: int) -> None:
-        self._let_pass()
-        if self._streams[stream].queue:
-            raise Refused(NOT_READY)
 
     def cuStreamSynchronize(self, stream: int) -> None:
         while self._streams[stream].queue and not self.broken:
@@ -491,9 +484,6 @@ class FakeGpu:
         handle = next(self._handles)
         self._events[handle] = _Event(flags & 2 == 0)
         return handle
-
-    def cuEventDestroy(self, handle: int) -> None:
-        """Streams that wait for it still do."""
 
     def cuEventRecord(self, event: int, stream: int) -> None:
         made = self._events[event]
@@ -538,32 +528,29 @@ class FakeGpu:
         return 100 + ordinal
 
     def cuDeviceGetCount(self) -> int:
-        return 1 if self.other_gpu is None else 2
+        return 1
 
     def cuDeviceGetUuid(self, gpu: int) -> bytes:
-        return UUID if gpu == 100 or self.other_gpu is None else self.other_gpu[0]
-
-    def cuDeviceCanAccessPeer(self, own: int, other: int) -> int:
-        assert self.other_gpu is not None
-        return self.other_gpu[1]
+        return UUID
 
     def cuPointerGetAttribute(self, attribute: int, address: int) -> int:
         assert attribute == 9, "the GPU's number"
         self.on_device(address, 1)
         return 0
 
-    def _allocation(self, address: int) -> _Memory:
+    def _allocation(self, address: int) -> tuple[int, _Memory]:
+        """That other processes can map."""
         for start, memory in self._memory.items():
-            if start <= address - ON_DEVICE < start + len(memory.bytes) and start not in self._private:
-                return memory
+            if memory.file >= 0 and start <= address - ON_DEVICE < start + memory.size:
+                return start, memory
         raise Refused(INVALID)
 
     def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
-        memory = self._allocation(address)
-        return memory.address + ON_DEVICE, len(memory.bytes)
+        start, memory = self._allocation(address)
+        return start + ON_DEVICE, memory.size
 
     def cuIpcGetMemHandle(self, address: int) -> bytes:
-        return struct.pack("64s", f"/proc/{os.getpid()}/fd/{self._allocation(address).file}".encode())
+        return struct.pack("64s", f"/proc/{os.getpid()}/fd/{self._allocation(address)[1].file}".encode())
 
     def cuIpcOpenMemHandle(self, handle: bytes, flags: int) -> int:
         assert flags == 1, "peer access"
@@ -571,14 +558,10 @@ class FakeGpu:
             file = os.open(handle.rstrip(b"\0").decode(), os.O_RDWR)
         except OSError:
             raise Refused(INVALID) from None
-        return self._map(file, self._mapped) + ON_DEVICE
+        return self._map(file, self._mapped)
 
     def cuIpcCloseMemHandle(self, address: int) -> None:
         os.close(self._mapped.pop(address - ON_DEVICE).file)
-
-    @property
-    def num_mapped(self) -> int:
-        return len(self._mapped)
 
 
 current = FakeGpu(int(os.environ.get("FAKE_GPU_SEED", "0")))

@@ -84,7 +84,7 @@ def test_shapes_of_caches(copy, rng, layers, widths, shift):
 
 @pytest.mark.parametrize("to_device", [False, True], ids=["swap-out", "swap-in"])
 def test_very_many_blocks(copy, rng, to_device):
-    blocks = 10_000
+    blocks = 4_200
     memory = Memory(rng, layers=1, widths=(16, 8), device_slots=blocks, host_slots=blocks)
     host = [*range(7, blocks), *range(7)]
     copy_and_compare(copy, memory, rng.permutation(blocks).tolist(), host, to_device=to_device)

@@ -25,10 +25,6 @@ class _AnyStream:
     def __exit__(self, *_: Any) -> None:
         _current.pop()
 
-    @property
-    def done(self) -> bool:
-        return gpu.answer("cuStreamQuery", self.ptr)[0] == 0
-
     def synchronize(self) -> None:
         gpu.call("cuStreamSynchronize", self.ptr)
 
@@ -44,13 +40,6 @@ class _AnyStream:
 class Stream(_AnyStream):
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         self.ptr = 0 if null else gpu.call("cuStreamCreate", int(non_blocking))
-
-    @staticmethod
-    def from_external(stream: Any) -> ExternalStream:
-        return ExternalStream(stream.__cuda_stream__()[1])
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.ptr)
 
 
 class ExternalStream(_AnyStream):

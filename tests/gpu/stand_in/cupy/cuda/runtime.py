@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from fake_driver import CUDARuntimeError
+from fake_driver import UUID, CUDARuntimeError
 from fake_driver import current as gpu
 
 __all__ = ["CUDARuntimeError"]
 
 memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = 1, 2, 3, 4
+
+malloc = partial(gpu.call, "cuMemAlloc")
+hostRegister = partial(gpu.call, "cuMemHostRegister")
+hostUnregister = partial(gpu.call, "cuMemHostUnregister")
+streamSynchronize = partial(gpu.call, "cuStreamSynchronize")
+runtimeGetVersion = driverGetVersion = partial(gpu.call, "cuDriverGetVersion")
 
 
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
@@ -26,16 +33,7 @@ def eventQuery(event: int) -> int:
     return gpu.answer("cuEventQuery", event)[0]
 
 
-def streamSynchronize(stream: int) -> None:
-    gpu.call("cuStreamSynchronize", stream)
-
-
-def malloc(size: int) -> int:
-    return gpu.call("cuMemAlloc", size)
-
-
 def mallocAsync(size: int, stream: int) -> int:
-    """No memory of this pool can be exported."""
     return gpu.call("cuMemAllocAsync", size)
 
 
@@ -50,23 +48,8 @@ def deviceSynchronize() -> None:
     gpu.call("cuStreamSynchronize", 0)
 
 
-def hostRegister(ptr: int, size: int, flags: int) -> None:
-    gpu.call("cuMemHostRegister", ptr, size, flags)
-
-
-def hostUnregister(ptr: int) -> None:
-    gpu.call("cuMemHostUnregister", ptr)
-
-
 def deviceGetAttribute(attrib: int, device: int) -> int:
     return {16: 16, 20: gpu.compute_mode}[attrib]
-
-
-def driverGetVersion() -> int:
-    return gpu.call("cuDriverGetVersion")
-
-
-runtimeGetVersion = driverGetVersion
 
 
 def getDeviceCount() -> int:
@@ -82,4 +65,4 @@ def memGetInfo() -> tuple[int, int]:
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:
-    return {"name": b"the fake GPU", "multiProcessorCount": 16, "major": 9, "minor": 0, "uuid": b"\x01" * 16}
+    return {"name": b"the fake GPU", "multiProcessorCount": 16, "major": 9, "minor": 0, "uuid": UUID}
