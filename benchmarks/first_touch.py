@@ -9,6 +9,7 @@ from _support import median, save
 
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows
+from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.ops.rows import plan_runs
 from fastdeploy_kvcache_v1.worker.runtime.placement import touch
 
@@ -25,7 +26,8 @@ def one_turn(source: LayerRows, *, touched: bool) -> tuple[float, float]:
     if touched:
         touch(memory.array)
     times.append(time.perf_counter())
-    ops.swap_cache_per_layer((BlockRows(memory.address, BLOCKS, BLOCK, BLOCK, owner=memory.array),), source, runs)
+    host = LayerRows([BlockRows(memory.address, BLOCKS, BLOCK, BLOCK, owner=memory.array)])
+    CpuCopies([source], [host]).all_layers(None, runs, to_device=False)
     times.append(time.perf_counter())
     touch_s, copy_s = np.diff(times).tolist()
     return 1e3 * touch_s, 1e3 * copy_s
@@ -33,7 +35,7 @@ def one_turn(source: LayerRows, *, touched: bool) -> tuple[float, float]:
 
 def main() -> None:
     device = np.ones((BLOCKS, BLOCK), np.uint8)
-    source = (BlockRows(device.ctypes.data, BLOCKS, BLOCK, BLOCK, owner=device),)
+    source = LayerRows([BlockRows(device.ctypes.data, BLOCKS, BLOCK, BLOCK, owner=device)])
     turns = [(one_turn(source, touched=False)[1], *one_turn(source, touched=True)) for _ in range(TURNS)]
     save(
         "first_touch",

@@ -9,7 +9,6 @@ from typing import Any
 from _support import RESULTS, ROOT
 
 DOCS = ROOT / "docs" / "benchmarks.md"
-NATIVE_OPS = ROOT / "docs" / "native-ops.md"
 
 Row = tuple[str, str, str]
 """What was measured, the result, the target."""
@@ -64,18 +63,10 @@ def copy_ops(result: dict[str, Any]) -> list[Row]:
     def span(key: str) -> str:
         return _span([case[key] for case in cases])
 
-    submission = result["submission_of_256_blocks_us"]
-    two = f"{span('two_queues_over_one')} (two memcpy threads {span('two_memcpy_threads_over_one')})"
     return [
-        ("CPU copies of 64 KB-1 MB blocks over memcpy, one thread each", span("compiled_over_memcpy"), ">= 1.2x"),
-        ("the same over NumPy fancy indexing", span("compiled_over_fancy_indexing"), ">= 2x"),
-        ("the same, two queues over one", two, ">= 1.6x where the memory has it"),
-        ("two queues over one, in cache", f"{result['two_queues_over_one_in_cache']:.2f}x", ""),
-        (
-            "enqueueing a layer of 256 blocks, first / later layers",
-            f"{submission['first_layer']:.0f} / {submission['later_layers']:.0f} us",
-            "< 100 us",
-        ),
+        ("CPU copies of 64 KB-1 MB blocks in C over memcpy, one thread each", span("c_over_memcpy"), ">= 0.9x"),
+        ("the same by NumPy", span("numpy_over_memcpy"), ""),
+        ("in C over NumPy fancy indexing", span("c_over_fancy_indexing"), ">= 2x"),
     ]
 
 
@@ -197,56 +188,24 @@ def growth() -> str:
 def worker_steps() -> str:
     """CPU of the worker's thread per step before and after, one row per amount of copies and rows."""
     before, after = (
-        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["cases"]
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("worker_steps_before", "worker_steps")
     )
     lines = [
-        "| blocks per step | rows | receive, us: before, now, least now | event queries at most "
-        "| pass, us: before, now, least now |",
-        "|---|---|---|---|---|",
-    ]
-    for old, new in zip(before, after, strict=True):
-        assert (old["rows"], old["copies"]) == (new["rows"], new["copies"])
-        cells = [new["copies"], str(new["rows"])]
-        for part, number in (("receive", "median_us"), ("receive", "most_event_queries"), ("pass", "median_us")):
-            numbers = [old[part][number], new[part][number]]
-            numbers += [new[part]["least_us"]] if number == "median_us" else []
-            cells.append(", ".join(f"{each:,.0f}" for each in numbers))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-SUBMITTED_ROWS = ("16 KB", "64 KB", "41 + 8.25 KB")
-SUBMITTED_BLOCKS = (100, 2000)
-
-
-def copy_submission() -> str:
-    """Calls, descriptors and CPU of a submission before and after the cost model, a choice of the cases."""
-    before, after = (
-        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("copy_submission_before", "copy_submission")
-    )
-    lines = [
-        "| row | blocks | in: before | in: now | out: before | out: now | CPU per layer, us: in | out |",
-        "|---|---|---|---|---|---|---|---|",
+        "| slots | blocks per step | rows | all of a step, us: before, now | least: before, now | now / before |",
+        "|---|---|---|---|---|---|",
     ]
     for old, new in zip(before["cases"], after["cases"], strict=True):
-        assert [old[key] for key in ("rows", "blocks", "shape")] == [new[key] for key in ("rows", "blocks", "shape")]
-        if new["rows"] in SUBMITTED_ROWS and new["blocks"] in SUBMITTED_BLOCKS:
-            cells = [new["rows"], f"{new['blocks']:,} {new['shape']}"]
-            cells += [_submission(case[way]) for way in ("in", "out") for case in (old, new)]
-            for way, layers in (("in", 1), ("out", after["layers"])):
-                cells.append(", ".join(f"{case[way]['us'] / layers:,.1f}" for case in (old, new)))
-            lines.append(f"| {' | '.join(cells)} |")
+        assert [old[key] for key in ("pools", "copies", "rows")] == [new[key] for key in ("pools", "copies", "rows")]
+        cells = [" + ".join(f"{slots:,}" for slots in after["pools"][new["pools"]]), new["copies"], str(new["rows"])]
+        for number in ("median_us", "least_us"):
+            first, last = (sum(case[part][number] for part in PARTS) for case in (old, new))
+            cells.append(f"{first:,.0f}, {last:,.0f}")
+        lines.append(f"| {' | '.join(cells)} | {last / first:.2f} |")
     return "\n".join(lines)
 
 
-def _submission(case: dict[str, Any]) -> str:
-    if case["descriptors"]:
-        return f"{case['calls']} batch{'es' if case['calls'] > 1 else ''}, {case['descriptors']:,} descriptors"
-    copies = case["calls"] - case["launches"]
-    parts = [(case["launches"], "launch", "es"), (copies, "call", "s")]
-    return ", ".join(f"{number} {word}{plural if number > 1 else ''}" for number, word, plural in parts if number)
+PARTS = ("receive", "pass", "layer waits")
 
 
 def storage() -> str:
@@ -306,7 +265,6 @@ def main() -> None:
     update(DOCS, "benchmarks", text)
     update(DOCS, "growth", growth())
     update(DOCS, "worker_steps", worker_steps())
-    update(NATIVE_OPS, "copy_submission", copy_submission())
     if (RESULTS / "storage.json").exists():
         update(DOCS, "storage", storage())
     print(text)

@@ -1,22 +1,21 @@
 """CPU of the worker's thread per step inside FastDeploy: what a batch with copies costs, and a pass while copies run.
 
-The real `WorkerCache` and `CudaRuntime` over a GPU that does nothing (`null_gpu.py`), so all that is left is the
-bookkeeping; what the copies of a layer cost to submit is measured by `copy_ops.py` and `copy_gpu.py`. Every step
-brings copies, and those of three steps are in flight.
+The real `WorkerCache`, `CudaRuntime` and `CudaCopies`, by the kernel, over a GPU that does nothing (`null_gpu.py`): all
+that is left is bookkeeping and submitting. Every step brings copies, and those of three steps are in flight.
 
-`python benchmarks/worker_steps.py [NAME]` writes `results/NAME.json`. With another checkout first on `PYTHONPATH`
-that one is measured: `worker_steps_before` is commit 2a3fcbf.
+`worker_steps.py [NAME]` writes `results/NAME.json`.
 """
 
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,23 +23,21 @@ import null_gpu
 import numpy as np
 from _support import median, percentile, save
 
-import fastdeploy_kvcache_v1
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.swap_message import SwapEncoder
-from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops.rates import KERNEL, Rates, Timing
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
 
 LAYERS, BLOCK_SIZE, ROW_BYTES = 48, 64, 16 << 10
-DEVICE_SLOTS, HOST_SLOTS = 40_000, 60_000
-ROWS, ROW_BLOCKS = 64, 256
-STEPS, WARM_UP = 200, 20
-ROWS_ATTRIBUTE = "_kvcache_v1_rows"
-"""As `transport.ROWS_ATTRIBUTE`; older checkouts do not know it."""
+POOLS = {"small": (2_000, 4_000), "usual": (40_000, 60_000), "large": (200_000, 1_000_000)}
+"""Slots of the device and of the host."""
 
-COPIES = {
+ROW_BLOCKS = 256
+STEPS, WARM_UP = 200, 20
+BATCHES = {
     "16 in": (0, 16),
     "64 out, 64 in": (64, 64),
     "2,000 in": (0, 2000),
@@ -49,10 +46,13 @@ COPIES = {
 }
 """Blocks per step. What is swapped in goes where the evictions of the step make room."""
 
+CASES = [("usual", batch, rows) for batch in BATCHES for rows in (0, 64)]
+CASES += [(pools, batch, 4) for batch in ("16 in", "64 out, 64 in") for pools in POOLS]
+
 
 class _Tensor:
-    def __init__(self, address: int) -> None:
-        self.shape, self._address = [DEVICE_SLOTS, 1, BLOCK_SIZE, 128], address
+    def __init__(self, slots: int, address: int) -> None:
+        self.shape, self._address = [slots, 1, BLOCK_SIZE, 128], address
         self.place = SimpleNamespace(is_gpu_place=lambda: True, is_cpu_place=lambda: False)
 
     def is_contiguous(self) -> bool:
@@ -65,23 +65,22 @@ class _Tensor:
         return self._address
 
 
-def make_cache() -> WorkerCache:
-    runtime: Any = CudaRuntime(0, compute_handle=0x77)
+def make_cache(device_slots: int, host_slots: int) -> WorkerCache:
+    only_the_kernel = Rates({KERNEL: dict.fromkeys((True, False), (Timing(1024, 1.0, 1.0),))}, reach=1 << 50)
+    runtime: Any = CudaRuntime(0, compute_handle=0x77, rates=only_the_kernel)
     runtime.allocate_host = lambda nbytes, **_: SimpleNamespace(
         array=np.zeros(1, np.uint8), address=1 << 45, nbytes=nbytes
     )
     runtime.free_host = lambda buffer: None
     runtime.require_memory = lambda **_: None
-    for op in ("swap_cache_per_layer", "swap_cache_all_layers"):
-        ops.install(op, "cuda", ops.Implementation("nothing", null_gpu.copy))
-    cache = WorkerCache(num_host_blocks=HOST_SLOTS, block_size=BLOCK_SIZE, make_runtime=lambda: runtime)
+    cache = WorkerCache(num_host_blocks=host_slots, block_size=BLOCK_SIZE, make_runtime=lambda: runtime)
     backend = GQACacheBackend(LAYERS, 1, 128, BLOCK_SIZE, "bfloat16")
     tensors = {
-        f"{role}{layer}": _Tensor((1 << 40) + (2 * layer + place) * DEVICE_SLOTS * ROW_BYTES)
+        f"{role}{layer}": _Tensor(device_slots, (1 << 40) + (2 * layer + place) * device_slots * ROW_BYTES)
         for layer in range(LAYERS)
         for place, role in enumerate("kv")
     }
-    cache.register(MAIN, backend.layout, tensors, DEVICE_SLOTS)
+    cache.register(MAIN, backend.layout, tensors, device_slots)
     return cache
 
 
@@ -95,24 +94,25 @@ def task(kind: int, index: int, table: list[int], end: int = 0) -> SimpleNamespa
     )
 
 
-def run(num_rows: int, out: int, into: int) -> dict[str, Any]:
-    """Steps of `out` evictions and `into` swap-ins beside `num_rows` rows that decode."""
-    rng, cache, encoder = np.random.default_rng(1), make_cache(), SwapEncoder()
-    slots = rng.permutation(DEVICE_SLOTS).tolist()
+def run(pools: str, batch: str, num_rows: int) -> dict[str, Any]:
+    """Steps of one kind beside `num_rows` rows that decode."""
+    (device_slots, host_slots), (out, into) = POOLS[pools], BATCHES[batch]
+    rng, cache, encoder = Random(1), make_cache(device_slots, host_slots), SwapEncoder()
+    slots = rng.sample(range(device_slots), device_slots)
     tables = [[slots.pop() for _ in range(ROW_BLOCKS)] for _ in range(num_rows)]
     tokens = (ROW_BLOCKS - 8) * BLOCK_SIZE
     cache.receive([task(0, index, table, tokens) for index, table in enumerate(tables)] or [task(1, 0, [slots[0]])])
     cache.begin_forward(layer_by_layer=True)
     cache.end_forward()
-    free = np.array(slots)
     times: dict[str, list[float]] = {"receive": [], "pass": [], "layer waits": []}
     queries: dict[str, list[int]] = {name: [] for name in times}
     gc.collect()
     gc.disable()
     for number in range(STEPS):
         null_gpu.Clock.step += 1
-        batch = _batch(number, encoder, rng, free, tables, tokens + number, out, into)
-        for name, spent, calls in _step(cache, batch):
+        free, host = rng.sample(slots, max(1, out, into)), rng.sample(range(host_slots), out + into)
+        tasks = _tasks(number, encoder, free, host, tables, tokens + number, (out, into))
+        for name, spent, calls in _step(cache, tasks):
             if number >= WARM_UP:
                 times[name].append(spent)
                 queries[name].append(calls["eventQuery"])
@@ -130,15 +130,20 @@ def run(num_rows: int, out: int, into: int) -> dict[str, Any]:
     }
 
 
-def _batch(
-    number: int, encoder: SwapEncoder, rng: Any, free: Any, tables: list[list[int]], tokens: int, out: int, into: int
+def _tasks(
+    number: int,
+    encoder: SwapEncoder,
+    free: list[int],
+    host: list[int],
+    tables: list[list[int]],
+    tokens: int,
+    blocks: tuple[int, int],
 ) -> list[SimpleNamespace]:
     """One decode task, as when one row gets another block, which carries the step."""
-    chosen = rng.permutation(free)[: max(out, into)].tolist()
-    host = rng.permutation(HOST_SLOTS)[: out + into].tolist()
-    carrier = task(1, 0, tables[0] if tables else [int(free[0])])
-    device_to_host = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, tuple(chosen[:out]), tuple(host[:out]))
-    host_to_device = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, tuple(host[out:]), tuple(chosen[:into]))
+    out, into = blocks
+    carrier = task(1, 0, tables[0] if tables else free[:1])
+    device_to_host = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, tuple(free[:out]), tuple(host[:out]))
+    host_to_device = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, tuple(host[out:]), tuple(free[:into]))
     setattr(carrier, SWAP_ATTRIBUTE, encoder.encode(SwapStep.of(number, device_to_host, host_to_device)))
     setattr(carrier, ROWS_ATTRIBUTE, tuple((index, tokens) for index in range(len(tables))))
     return [carrier]
@@ -168,26 +173,13 @@ def _step(cache: WorkerCache, batch: list[SimpleNamespace]) -> Iterator[tuple[st
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "worker_steps"
-    null_gpu.enter()
-    measured = Path(fastdeploy_kvcache_v1.__file__).resolve().parents[1]
-    commit = subprocess.run(
-        ["git", "-C", str(measured), "describe", "--always"], capture_output=True, text=True, check=False
-    )
-    save(
-        name,
-        {
-            "measured_commit": commit.stdout.strip() or None,
-            "layers": LAYERS,
-            "steps": STEPS - WARM_UP,
-            "steps_in_flight": null_gpu.STEPS_IN_FLIGHT,
-            "blocks_of_a_row": ROW_BLOCKS,
-            "cases": [
-                {"rows": rows, "copies": copies, **run(rows, *blocks)}
-                for copies, blocks in COPIES.items()
-                for rows in (0, ROWS)
-            ],
-        },
-    )
+    with TemporaryDirectory() as directory:
+        null_gpu.enter(Path(directory))
+        cases = [
+            {"pools": pools, "copies": batch, "rows": rows, **run(pools, batch, rows)} for pools, batch, rows in CASES
+        ]
+    measured = {"layers": LAYERS, "steps": STEPS - WARM_UP, "steps_in_flight": null_gpu.STEPS_IN_FLIGHT}
+    save(name, {**measured, "pools": POOLS, "blocks_of_a_row": ROW_BLOCKS, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PLACES = [ROOT, HERE, ROOT / "benchmarks"]
 
-DEADLINE_S = 90.0
-"""For an import, and for each check: a way to copy that hangs takes 60 of them, when the ways are tried."""
+DEADLINE_S = 60.0
+"""For an import, and for each check."""
 
 PART_S = 450.0
 """For the suite, and for the benchmark: each fits a command of eight minutes."""
@@ -40,6 +40,8 @@ class Group(NamedTuple):
     way: str = ""
     needed: bool = False
     """It fails if its packages are missing; others are left out."""
+    patience: float = 1.0
+    """How many deadlines a check has."""
 
     @property
     def name(self) -> str:
@@ -47,7 +49,7 @@ class Group(NamedTuple):
 
 
 WAYS = ("kernel", "batch", "runs")
-ABOUT = Group("about", needed=True)
+ABOUT = Group("about", needed=True, patience=5.0)  # a trial has a time limit for each way itself
 SUITE = (
     *(Group("copy_checks", way, needed=True) for way in WAYS),
     *(Group("worker_checks", way) for way in WAYS),
@@ -147,7 +149,8 @@ class Run:
     """The checks of one group, by as many processes as it takes."""
 
     def __init__(self, group: Group, report: Report, deadline: float, until: float) -> None:
-        self._group, self._report, self._deadline, self._until = group, report, deadline, until
+        self._group, self._report, self._until = group, report, until
+        self._deadline = deadline * group.patience
         self._done: list[str] = []
         self._waiting: list[str] | None = None
         """Not known before the group was imported."""

@@ -31,6 +31,9 @@ _PORTABLE, _MAPPED = 1, 2
 MOST_OPEN = 256
 """Calls of a stream that may be queued while others keep the interpreter lock; a queue of the driver holds 1,024."""
 
+LOOK_EVERY = 16
+"""Calls of a stream from one event that is asked for to the next, and from one question to the next."""
+
 _POLL_S = 0.0002
 """Sleep between two looks at an event; CUDA has no timed wait."""
 
@@ -98,18 +101,23 @@ class _Backlog:
     """
 
     def __init__(self) -> None:
-        self._submitted = self._ended = 0
+        self._submitted = self._ended = self._next_look = 0
         self._marks: deque[tuple[int, CudaEvent]] = deque()
 
     def is_short(self) -> bool:
-        """Counts a call. Asks events only when there may be many open ones."""
+        """Counts a call. Asks events only when there may be many open ones, and not at each call."""
         self._submitted += 1
-        while self._submitted - self._ended > MOST_OPEN and self._marks and self._marks[0][1].done():
-            self._ended = self._marks.popleft()[0]
+        if self._submitted - self._ended <= MOST_OPEN:
+            return True
+        if self._submitted >= self._next_look:
+            self._next_look = self._submitted + LOOK_EVERY
+            while self._marks and self._marks[0][1].done():
+                self._ended = self._marks.popleft()[0]
         return self._submitted - self._ended <= MOST_OPEN
 
     def mark(self, event: CudaEvent) -> None:
-        self._marks.append((self._submitted, event))
+        if not self._marks or self._submitted >= self._marks[-1][0] + LOOK_EVERY:
+            self._marks.append((self._submitted, event))
 
 
 class CudaStream(Stream):

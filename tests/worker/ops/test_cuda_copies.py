@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -186,11 +187,15 @@ def test_a_stream_with_many_open_calls_gives_the_interpreter_lock_away(gpu, monk
         Driver, "call", lambda self, *given, keeps_lock=False: kept.append(keeps_lock) or call(self, *given)
     )
     stream = runtime.new_stream("in")
+    asked = Mock(wraps=runtime._cupy.cuda.runtime.eventQuery)
+    monkeypatch.setattr(runtime._cupy.cuda.runtime, "eventQuery", asked)
     for _ in range(cuda.MOST_OPEN + 10):
         stream.record_event()
+    assert asked.call_count == 1, "it costs as much as a call"
     assert kept == [True] * cuda.MOST_OPEN + [False] * 10
     gpu.run_all()
-    stream.record_event()
+    for _ in range(cuda.LOOK_EVERY):
+        stream.record_event()
     assert kept[-1]
     runtime.compute_stream.record_event()
     assert not kept[-1], "how much Paddle has queued there is not known"
