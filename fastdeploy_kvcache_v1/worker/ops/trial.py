@@ -181,7 +181,8 @@ def _ask(way: str, device: int, sizes: list[int], run: Callable[[str], Ended]) -
             return answer
     at = "" if not last or last.startswith("{") else f", {last}"
     if status is None:
-        return Answer(f"its trial was not done within {LIMIT_S:.0f} s{at}")
+        has_begun = bool(at)  # else the machine was too slow to start a process
+        return Answer(f"its trial was not done within {LIMIT_S:.0f} s{at}", is_lasting=has_begun)
     how = (status < 0 and signal.strsignal(-status)) or f"status {status}"
     why = "".join(f": {line}" for line in complained.splitlines()[-1:]) if status > 0 else ""
     return Answer(f"its trial ended with {how}{at}{why}", is_lasting=False)

@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import threading
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -150,7 +152,7 @@ def test_where_nothing_can_be_tried_plain_copies_are_used_with_one_warning(trial
     elif what == "allocation fails":
         trials.gpu.statuses["cuMemAlloc"] = 2
     else:
-        trials.said = dict.fromkeys(WAYS, Ended(None, "", ""))
+        trials.said = dict.fromkeys(WAYS, Ended(None, "rows of (512,) bytes\n", ""))
     with caplog.at_level(logging.WARNING):
         rates = trials.rates()
     assert (rates.ways, rates.reach, dict(rates.timings)) == ((RUNS,), 0, {})
@@ -386,7 +388,12 @@ def test_another_one_is_tried_again(trials, machine, monkeypatch, tmp_path, what
 
 @pytest.mark.parametrize(
     ("said", "is_kept"),
-    [(Ended(None, "", ""), True), (Ended(-9, "", ""), False), (Ended(0, '{"left": "why"}', ""), True)],
+    [
+        (Ended(None, "rows of (512,) bytes\n", ""), True),
+        (Ended(None, "", ""), False),
+        (Ended(-9, "rows of (512,) bytes\n", ""), False),
+        (Ended(0, '{"left": "why"}', ""), True),
+    ],
 )
 def test_what_may_be_otherwise_another_time_is_not_kept(trials, said, is_kept):
     trials.said[KERNEL] = said
@@ -480,6 +487,13 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
                     assert costs[way] <= 1.1 * min(costs.values()), (row_bytes, blocks, length, costs)
                     taken.add(way)
     assert taken == {*WAYS}
+
+
+def test_half_of_the_submitting_threads_time_counts(trials, monkeypatch):
+    trials.gpu.copy_ns = lambda *_: 16_000.0
+    monkeypatch.setattr(copy_trial.time, "perf_counter_ns", partial(next, count(0, 32_000)))
+    for timings in trials.rates().timings[KERNEL].values():
+        assert timings[0] == (8 * KB, pytest.approx(2000.0), pytest.approx(2000.0)), "of 16 blocks"
 
 
 # ---- processes
