@@ -102,7 +102,7 @@ class _Memory:
         if self.device_bytes < WINDOW:
             raise MemoryError(f"the GPU has {free} bytes free, a trial takes {WINDOW + SLACK}")
         self.device = int(self._runtime.malloc(self.device_bytes))
-        self._map = _far_mapping(max(HOST_BYTES, self.device_bytes), self.device_bytes)
+        self._map = _far_mapping(HOST_BYTES, self.device_bytes)
         self.host_bytes = len(self._map)
         self.host = np.frombuffer(self._map, np.uint8).ctypes.data
         far = FAR_ROWS * FAR_BLOCK

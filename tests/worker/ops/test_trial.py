@@ -177,18 +177,21 @@ def test_no_way_is_used_farther_than_all_were_tried(trials):
     assert trials.rates().reach == 5
 
 
-def test_addresses_are_tried_as_far_as_the_system_gives_them(trials, monkeypatch):
+@pytest.mark.parametrize(("given", "reach"), [(16 << 30, 16 << 30), (6 << 30, 5 << 30), (1 << 30, 0)])
+def test_addresses_are_tried_as_far_as_the_system_gives_them(trials, monkeypatch, given, reach):
     real = copy_trial.mmap.mmap
 
     def few(file, nbytes, **flags):
-        if nbytes > 16 << 30:
+        if file == -1 and nbytes > given:
             raise OSError("too many")
         return real(file, nbytes, **flags)
 
     monkeypatch.setattr(copy_trial.mmap, "mmap", few)
-    assert trials.rates().reach == 16 << 30
-    monkeypatch.setattr(copy_trial, "HOST_BYTES", 1 << 30)
-    assert copy_trial._Memory(__import__("cupy")).host_bytes == 5 << 30, "never less than the device's"
+    rates = trials.rates()
+    assert (rates.reach, bool(rates.timings)) == (reach, reach > 0)
+    assert reach or "refused 5368709120 bytes of addresses" in rates.left[KERNEL]
+    trials.rates()
+    assert trials.asked == ([] if reach > 5 << 30 else [*WAYS]), "what is short is not kept"
 
 
 # ---- what a trial notices
