@@ -59,6 +59,18 @@ class _Arguments(ctypes.Structure):
     )
 
 
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((f"{of}_{axis}", c_uint) for of in ("groups", "threads") for axis in "xyz"),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("num_attributes", c_uint),
+    )
+
+
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
@@ -124,6 +136,8 @@ class _Direction:
         self._cupy = cupy
         self.arguments = _Arguments(rows, cupy.cuda.runtime.malloc(12 * num_slots), to_device=to_device)
         self.parameters = (c_void_p * 1)(ctypes.addressof(self.arguments))
+        self.shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
+        self.launch = ctypes.addressof(self.shape)
         self._uploaded: CopyRuns | None = None
         self._sources: deque[tuple[DriverEvent, Any]] = deque()
         """Page-locked memory that an upload may still read."""
@@ -166,8 +180,8 @@ class _Kernel:
         direction = self._directions[to_device]
         direction.upload(stream, runs, plan)
         direction.arguments.first_row, direction.arguments.end_row = first, end  # the driver copies them at the call
-        shape = (GROUPS, 1, 1, THREADS, 1, 1, 0)
-        stream.call("cuLaunchKernel", self._function, *shape, stream.handle, direction.parameters, None)
+        direction.shape.stream = stream.handle
+        stream.call("cuLaunchKernelEx", direction.launch, self._function, direction.parameters, None)
 
     def close(self) -> None:
         for direction in self._directions.values():

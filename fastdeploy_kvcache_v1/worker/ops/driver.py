@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuModuleLoadData": [POINTER(c_void_p), c_char_p],
     "cuModuleUnload": [c_void_p],
     "cuModuleGetFunction": [POINTER(c_void_p), c_void_p, c_char_p],
-    "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), c_void_p],
+    "cuLaunchKernelEx": [c_void_p, c_void_p, c_void_p, c_void_p],
     "cuMemHostGetDevicePointer": [POINTER(c_uint64), c_void_p, c_uint],
     "cuMemcpyHtoDAsync": [c_uint64, c_void_p, c_size_t, c_void_p],
     "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, c_void_p],
@@ -81,6 +81,8 @@ class Driver:
     def __init__(self, find: Callable[[str], int]) -> None:
         self._find = find
         self._functions: dict[tuple[str, bool], Any] = {}
+        self.keeping_lock, self.giving_lock = (_Functions(self, keeps_lock=each) for each in (True, False))
+        """The functions by name."""
 
     def has(self, name: str) -> bool:
         return bool(self._find(name))
@@ -101,6 +103,18 @@ class Driver:
             known = make(c_int, *(_SIGNATURES[name] if types is None else types))(address)
             self._functions[name, keeps_lock] = known
         return known
+
+
+class _Functions(dict[str, Any]):
+    """Those of one kind, found when they are first asked for."""
+
+    def __init__(self, found_by: Driver, *, keeps_lock: bool) -> None:
+        super().__init__()
+        self._driver, self._keeps_lock = found_by, keeps_lock
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self._driver.function(name, keeps_lock=self._keeps_lock)
+        return self[name]
 
 
 @cache

@@ -136,7 +136,9 @@ class CudaStream(Stream):
     def call(self, name: str, *arguments: object) -> None:
         """A call of the driver that enqueues on this stream. Raises `TransferError`."""
         keeps_lock = self._backlog is not None and self._backlog.is_short()
-        self._driver.call(name, *arguments, keeps_lock=keeps_lock)
+        functions = self._driver.keeping_lock if keeps_lock else self._driver.giving_lock
+        if code := functions[name](*arguments):
+            raise TransferError(f"{name}: CUDA error {code}")
 
     def begin(self) -> None:
         self._failure = None

@@ -64,13 +64,16 @@ ROW = np.dtype([*((n, "u8") for n in ("device", "host")), ("dp", "i8"), ("hp", "
 COPY_2D = struct.Struct("QQi4xQQQQQQi4xQQQQQQ")
 """CUDA_MEMCPY2D."""
 
+LAUNCH = struct.Struct("7I4xQQI4x")
+"""CUlaunchConfig."""
+
 P, Z, N, U = c_uint64, c_size_t, c_int, c_uint
 CALLS: dict[str, tuple[list[Any], list[Any]]] = {
     "cuDriverGetVersion": ([N], []),
     "cuModuleLoadData": ([P], [c_char_p]),
     "cuModuleUnload": ([], [P]),
     "cuModuleGetFunction": ([P], [P, c_char_p]),
-    "cuLaunchKernel": ([], [P, *[U] * 7, P, P, P]),
+    "cuLaunchKernelEx": ([], [P, P, P, P]),
     "cuMemAlloc": ([P], [Z]),
     "cuMemFree": ([], [P]),
     "cuMemHostGetDevicePointer": ([P], [P, U]),
@@ -421,9 +424,9 @@ class FakeGpu:
         assert name == b"copy_cache_rows"
         return next(self._handles)
 
-    def cuLaunchKernel(self, function: int, *shape_stream_and_parameters: int) -> None:
-        _, _, _, threads, _, _, shared, stream, parameters, extra = shape_stream_and_parameters
-        assert (threads % 32, shared, extra or 0) == (0, 0, 0)
+    def cuLaunchKernelEx(self, launch: int, function: int, parameters: int, extra: int) -> None:
+        *shape, shared, stream, attributes, num = LAUNCH.unpack(ctypes.string_at(launch, LAUNCH.size))
+        assert (shape, shared, attributes, num, extra or 0) == ([shape[0], 1, 1, shape[3] // 32 * 32, 1, 1], 0, 0, 0, 0)
         arguments = Arguments.from_buffer_copy(
             ctypes.string_at(c_uint64.from_address(parameters).value, ctypes.sizeof(Arguments))
         )

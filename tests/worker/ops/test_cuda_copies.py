@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, plan_runs
-from fastdeploy_kvcache_v1.worker.ops.driver import Driver
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, driver, plan_runs
 from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda
 from tests.gpu.stand_in.fake_driver import COMPUTE
@@ -167,25 +166,32 @@ def test_a_tier_beyond_what_was_tried_goes_by_plain_copies(gpu):
 
 def test_a_call_that_the_driver_refuses_fails_its_unit_and_no_other(gpu):
     with closing(Copying(gpu, only("kernel"))) as one:
-        gpu.statuses["cuLaunchKernel"] = 1
+        gpu.statuses["cuLaunchKernelEx"] = 1
         expected = one.expected.copy()
         failed = one.submit([0], [1], to_device=True, layers=[0])
         gpu.statuses.clear()
         one.expected[:] = expected
         one.submit([2], [3], to_device=True, layers=[0])
-        with pytest.raises(TransferError, match="cuLaunchKernel: CUDA error 1"):
+        with pytest.raises(TransferError, match="cuLaunchKernelEx: CUDA error 1"):
             failed.wait()
         one.require_right()
+
+
+class Told(dict):
+    """Functions of the driver, which say of which kind they are when they are called."""
+
+    def __init__(self, functions, kept, kind):
+        self._functions, self._kept, self._kind = functions, kept, kind
+
+    def __getitem__(self, name):
+        return lambda *given: self._kept.append(self._kind) or self._functions[name](*given)
 
 
 def test_a_stream_with_many_open_calls_gives_the_interpreter_lock_away(gpu, monkeypatch):
     """And keeps it again when they have run."""
     gpu.progress_on_query = False
-    runtime, kept = CudaRuntime(compute_handle=COMPUTE), []
-    call = Driver.call
-    monkeypatch.setattr(
-        Driver, "call", lambda self, *given, keeps_lock=False: kept.append(keeps_lock) or call(self, *given)
-    )
+    runtime, kept, made = CudaRuntime(compute_handle=COMPUTE), [], driver.driver()
+    made.keeping_lock, made.giving_lock = Told(made.keeping_lock, kept, True), Told(made.giving_lock, kept, False)
     stream = runtime.new_stream("in")
     asked = Mock(wraps=runtime._cupy.cuda.runtime.eventQuery)
     monkeypatch.setattr(runtime._cupy.cuda.runtime, "eventQuery", asked)
@@ -201,10 +207,10 @@ def test_a_stream_with_many_open_calls_gives_the_interpreter_lock_away(gpu, monk
     assert not kept[-1], "how much Paddle has queued there is not known"
 
 
-@pytest.mark.parametrize("missing", ["cuLaunchKernel", "cuMemcpyBatchAsync"])
+@pytest.mark.parametrize("missing", ["cuLaunchKernelEx", "cuMemcpyBatchAsync"])
 def test_a_function_that_the_driver_lacks_is_named(gpu, missing):
     gpu.missing.add(missing)
-    way = "kernel" if missing == "cuLaunchKernel" else "batch"
+    way = "kernel" if missing == "cuLaunchKernelEx" else "batch"
     with closing(Copying(gpu, only(way))) as one:
         failed = one.submit([0], [1], to_device=True, layers=[0])
         with pytest.raises(TransferError, match=f"this CUDA driver has no {missing}: install a newer one"):

@@ -23,7 +23,7 @@ from fastdeploy_kvcache_v1.worker.runtime import copy_trial
 from tests.gpu.in_process import STAND_IN
 
 KB = 1 << 10
-CALLS = {KERNEL: "cuLaunchKernel", BATCH: "cuMemcpyBatchAsync", RUNS: "cuMemcpy2DAsync"}
+CALLS = {KERNEL: "cuLaunchKernelEx", BATCH: "cuMemcpyBatchAsync", RUNS: "cuMemcpy2DAsync"}
 
 
 @pytest.fixture(autouse=True)
