@@ -13,8 +13,8 @@ from functools import cache, partial
 
 import cupy
 import numpy as np
-from ipc_peer import GpuTensors, Peer
-from plane_contract import CUDA_IPC, SECONDS, Ours, canaries, expect, soon, whole_blocks
+from ipc_peer import Peer
+from plane_contract import CUDA_IPC, SECONDS, GpuTensors, Ours, canaries, expect, soon, whole_blocks
 
 from fastdeploy_kvcache_v1.errors import ConfigError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane

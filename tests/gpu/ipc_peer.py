@@ -12,29 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import cupy
-import numpy as np
-from plane_contract import CANARY, Tensors, content
+from plane_contract import GpuTensors, content
 
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
-
-
-class GpuTensors(Tensors):
-    on_gpu = True
-
-    def allocate(self, num_bytes: int) -> Any:
-        return cupy.full(num_bytes, CANARY, cupy.uint8)
-
-    def address(self, array: Any) -> int:
-        return int(array.data.ptr)
-
-    def write(self, arrays: list[np.ndarray]) -> None:
-        for mine, array in zip(self.arrays, arrays, strict=True):
-            mine.set(array)
-        cupy.cuda.Device().synchronize()
-
-    def fetched(self, array: Any) -> np.ndarray:
-        cupy.cuda.Device().synchronize()
-        return cupy.asnumpy(array)
 
 
 class PeerWorker:

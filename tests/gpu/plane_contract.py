@@ -93,6 +93,34 @@ class Tensors:
         return bool((whole == CANARY).all())
 
 
+class GpuTensors(Tensors):
+    """CuPy's arrays."""
+
+    on_gpu = True
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        import cupy
+
+        self.cupy = cupy
+        super().__init__(arrays)
+
+    def allocate(self, num_bytes: int) -> Any:
+        return self.cupy.full(num_bytes, CANARY, np.uint8)
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def write(self, arrays: list[np.ndarray]) -> None:
+        for mine, array in zip(self.arrays, arrays, strict=True):
+            mine.set(array)
+        self.cupy.cuda.Device().synchronize()
+
+    def fetched(self, array: Any) -> np.ndarray:
+        self.cupy.cuda.Device().synchronize()
+        fetched: np.ndarray = self.cupy.asnumpy(array)
+        return fetched
+
+
 class Ours:
     """A decode rank's plane; its tensors are full of canaries."""
 

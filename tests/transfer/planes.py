@@ -1,6 +1,6 @@
 """Data planes of one process that read each other, for the contract in tests/gpu/plane_contract.py.
 
-Of Mooncake and CUDA only what moves the bytes is made up: `Engine` and `GpuMemory` copy memory of this process.
+Of Mooncake only what moves the bytes is made up, by `Engine`; CUDA is the fake driver.
 """
 
 from __future__ import annotations
@@ -8,20 +8,19 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
-from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane, cuda_ipc_source, mooncake_plane, socket_source
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_source import CudaIpcSource
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
 from fastdeploy_kvcache_v1.transfer.mooncake_source import MooncakeSource
-from fastdeploy_kvcache_v1.transfer.peer_memory import Allocation, Gpu
 from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
-from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent, InlineStream
-from tests.gpu.plane_contract import NUM_BLOCKS, Ours, Tensors, canaries, content
+from tests.gpu.in_process import fake_gpu
+from tests.gpu.plane_contract import NUM_BLOCKS, GpuTensors, Ours, Tensors, canaries, content
 
 HOST, SECRET = "127.0.0.1", b"sixteen bytes or more"
 
@@ -135,104 +134,41 @@ class Mooncake(Sockets):
             Engine.sessions.pop(made.plane._serving.session if made.plane._serving else None, None)
 
 
-class GpuTensors(Tensors):
-    on_gpu = True
-
-
-class GpuMemory:
-    """`PeerMemory` of one GPU: a handle is where the allocation begins."""
-
-    uuid = b"\1" * 16
-    can_reach: bool | None = True
-
-    def __init__(self):
-        self.allocations = {}
-        self.mapped = []
-        self.is_current = False
-        """The GPU is the calling thread's, so that CUDA may be asked."""
-        self.copied = 0
-        self.fails = None
-
-    def hold(self, tensors):
-        for array in (tensors.pool, tensors.alone):
-            self.allocations[array.ctypes.data] = array
-        return tensors
-
-    def gpu_of(self, address):
-        return Gpu(0, self.uuid)
-
-    def reaches(self, number, uuid):
-        return self.can_reach
-
-    def export(self, address):
-        assert self.is_current
-        base, array = next(each for each in self.allocations.items() if 0 <= address - each[0] < each[1].nbytes)
-        return Allocation(base.to_bytes(64, "little"), base, array.nbytes)
-
-    def open(self, handle):
-        assert self.is_current
-        base = int.from_bytes(handle, "little")
-        if base not in self.allocations:
-            raise TransferError("CUDA error 1")
-        self.mapped.append(base)
-        return base
-
-    def close(self, base):
-        assert self.is_current
-        self.is_current = False
-        self.mapped.remove(base)
-        if self.fails == "close":
-            raise TransferError("CUDA error 4")
-
-    def copy(self, stream, ranges, *, by_batch):
-        assert self.is_current
-        self.is_current = False
-        self.copied += 1
-        self.by_batch = by_batch
-        if self.fails == "copy":
-            raise TransferError("CUDA error 700")
-        for of, to, count in ranges.tolist():
-            ctypes.memmove(to, of, count)
-
-
-class GpuStream(InlineStream):
-    """A copy that fails is told by its event, as on a GPU."""
-
-    def begin(self):
-        self.failure = None
-
-    def submit(self, copy, *args):
-        try:
-            copy(*args)
-        except TransferError as error:
-            self.failure = error
-
-    def record_event(self, *, timed=False):
-        event = CpuEvent()
-        event.finish(self.failure)
-        return event
-
-
 class CudaIpc(Sockets):
-    """Every plane takes itself for a process of its own."""
+    """On the fake GPU. Every plane takes itself for a process of its own."""
 
     limits = (CudaIpcSource, "most_spans", "most_bytes")
+    tensors = GpuTensors
 
     def __init__(self, monkeypatch):
         super().__init__(monkeypatch)
-        self.memory = GpuMemory()
-        monkeypatch.setattr(cuda_ipc_plane, "_load", lambda: self.memory)
-        monkeypatch.setattr(cuda_ipc_plane, "stream_on", lambda gpu, name: GpuStream(name))
+        self.is_current = False
+        """The GPU is the calling thread's, so that CUDA may be asked."""
+        self._ends = ExitStack()
+        self.gpu = self._ends.enter_context(fake_gpu())
+        monkeypatch.setattr(self.gpu, "answer", partial(self._answer, self.gpu.answer))
         monkeypatch.setattr(cuda_ipc_plane, "this_process", lambda: self.process)
         monkeypatch.setattr(cuda_ipc_plane, "READERS_LEAVE_S", 0.05)
         for module in (cuda_ipc_plane, cuda_ipc_source):
-            monkeypatch.setattr(module, "use_device", lambda gpu: setattr(self.memory, "is_current", gpu == 0))
+            monkeypatch.setattr(module, "use_device", lambda gpu: setattr(self, "is_current", gpu == 0))
+
+    def _answer(self, answer, name, *given):
+        is_read = name.startswith("cuMemcpy") and given[-1] != 0
+        if not self.is_current and (is_read or name.startswith("cuIpc")):
+            return 201, ()
+        self.is_current &= name not in ("cuIpcCloseMemHandle", "cuEventRecord")
+        return answer(name, *given)
+
+    def copies(self):
+        """Those of reads, by their names in the driver's log."""
+        return [name for name, stream, *_ in self.gpu.log if stream and name in ("copy", "copy 2D", "batch")]
 
     def make(self):
         return _Own(self)
 
-    def tensors(self, arrays):
-        return self.memory.hold(GpuTensors(arrays))
+    def close(self):
+        super().close()
+        self._ends.close()
 
 
 class _Own(CudaIpcPlane):
@@ -246,8 +182,8 @@ class _Own(CudaIpcPlane):
 
     def open(self, address, deadline):
         self.world.process = self.process
-        self.world.memory.is_current = False
+        self.world.is_current = False
         try:
             return super().open(address, deadline)
         finally:
-            self.world.memory.is_current = False
+            self.world.is_current = False

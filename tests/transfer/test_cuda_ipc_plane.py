@@ -1,4 +1,4 @@
-"""CudaIpcPlane between two processes over the fake GPU, and over memory of this one; what it says where there is none.
+"""CudaIpcPlane over the fake GPU of this process; what it says where there is no GPU.
 
 tests/gpu/test_dry_run.py runs the checks of `scripts/test-gpu` between two processes (`ipc_checks.py`).
 Nothing here shows that CUDA does what its documentation says.
@@ -10,51 +10,54 @@ import os
 import time
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
-from fastdeploy_kvcache_v1.transfer.peer_memory import Gpu
+from fastdeploy_kvcache_v1.transfer.peer_memory import Gpu, PeerMemory
 from fastdeploy_kvcache_v1.worker.ops import trial
 from fastdeploy_kvcache_v1.worker.ops.driver import Driver
 from fastdeploy_kvcache_v1.worker.ops.rates import Rates
-from tests.gpu.plane_contract import canaries, everything, soon, whole_blocks
+from tests.gpu.plane_contract import WIDTHS, canaries, everything, soon, whole_blocks
 from tests.transfer.planes import CudaIpc
 
 KIND = CudaIpc
 
 
 @pytest.mark.parametrize(("reaches", "is_refused"), [(True, False), (None, False), (False, True)])
-def test_a_gpu_without_peer_access_is_refused(world, mine, reaches, is_refused):
+def test_a_gpu_without_peer_access_is_refused(world, mine, monkeypatch, reaches, is_refused):
     """One that is not seen may be reached all the same."""
-    world.memory.can_reach = reaches
+    monkeypatch.setattr(mine.plane._memory, "reaches", lambda number, uuid: reaches)
     if is_refused:
         with pytest.raises(PeerRefusedError, match=r"GPU-0101.* does not reach the memory of GPU-0101"):
             mine.open(world.peer())
     else:
         mine.open(world.peer()).close()
-    assert world.memory.mapped == []
+    assert world.gpu._mapped == {}
 
 
 def test_what_was_mapped_before_a_refusal_is_given_back_and_its_owner_left(world, mine):
     with world.own_peer() as peer:
-        del world.memory.allocations[peer.tensors.address(peer.tensors.alone)]
+        fields = msgspec.msgpack.decode(peer.address)
+        fields[5][1][0] = bytes(64)
+        peer.address = msgspec.msgpack.encode(fields)
         with pytest.raises(PeerRefusedError, match=r"cannot be mapped on GPU-.*CUDA error 1"):
             mine.open(peer)
-        assert world.memory.mapped == []
+        assert world.gpu._mapped == {}
         assert peer.plane._presence.close(0)
         peer.plane._presence = None
 
 
 def test_a_copy_that_fails_is_an_error_and_gives_everything_back(world, mine):
     source = mine.open(world.peer())
-    assert len(world.memory.mapped) == 2
-    world.memory.fails = "copy"
+    assert len(world.gpu._mapped) == 2
+    world.gpu.statuses["cuMemcpyAsync"] = 700
     with pytest.raises(RemoteReadError, match="CUDA error 700"):
         source.read("any", everything(), soon())
-    assert world.memory.mapped == []
-    world.memory.fails = None
+    assert world.gpu._mapped == {}
+    world.gpu.statuses.clear()
     with closing(mine.open(world.peer())) as other:
         other.read("any", everything(), soon())
 
@@ -62,35 +65,33 @@ def test_a_copy_that_fails_is_an_error_and_gives_everything_back(world, mine):
 def test_memory_that_cannot_be_given_back_keeps_nobody_waiting(world, mine):
     with world.own_peer() as peer:
         source = mine.open(peer)
-        world.memory.fails = "close"
+        world.gpu.statuses["cuIpcCloseMemHandle"] = 4
         source.close()
-        assert world.memory.mapped == []
         assert peer.plane._presence.close(0)
         peer.plane._presence = None
 
 
-def test_a_peer_that_dies_under_a_copy_fails_the_read_and_nothing_of_it_is_touched_again(world, mine):
+def test_a_peer_that_dies_under_a_copy_fails_the_read_and_nothing_of_it_is_touched_again(world, mine, monkeypatch):
     with world.own_peer() as peer:
-        source, copy = mine.open(peer), world.memory.copy
+        source, copy = mine.open(peer), mine.plane._memory.copy
 
         def dies(*given, **way):
             copy(*given, **way)
             peer.plane.close()
 
-        world.memory.copy = dies
+        monkeypatch.setattr(mine.plane._memory, "copy", dies)
         with pytest.raises(RemoteReadError, match="has ended"):
             source.read("any", whole_blocks([1], [1]), soon())
-    copied = world.memory.copied
+    copied = world.copies()
     with pytest.raises(RemoteReadError, match="has ended"):
         source.read("any", whole_blocks([1], [1]), soon())
-    assert world.memory.copied == copied == 1
+    assert world.copies() == copied != []
 
 
-def test_a_read_that_is_late_or_unwanted_ends_when_its_copy_has_run(world, mine):
+def test_a_read_that_is_late_or_unwanted_ends_when_its_copy_has_run(world, mine, monkeypatch):
     for event in ("late", "closed"):
         source = mine.open(world.peer())
-        stream = source._stream
-        record, done = stream.record_event, []
+        synchronize, done = source._stream.synchronize, []
 
         class Slow:
             error = None
@@ -101,44 +102,42 @@ def test_a_read_that_is_late_or_unwanted_ends_when_its_copy_has_run(world, mine)
                     source._is_closing = True
                 return False
 
-        stream.record_event = Slow
-        stream.synchronize = lambda record=record, done=done: done.append(record())
+        monkeypatch.setattr(source._stream, "record_event", Slow)
+        monkeypatch.setattr(source._stream, "synchronize", lambda end=synchronize, done=done: done.append(end()))
         with pytest.raises(RemoteReadError, match={"late": "in time", "closed": "was closed"}[event]):
             source.read("any", everything(), time.monotonic() + (0.05 if event == "late" else 60))
         assert len(done) == 1
-        assert world.memory.mapped == []
+        assert (world.gpu._mapped, world.gpu.faults) == ({}, [])
 
 
-@pytest.mark.parametrize("way", ["runs", "batch"])
-def test_copies_go_by_batches_once_these_were_tried(world, mine, monkeypatch, way):
+@pytest.mark.parametrize(("way", "copies"), [("runs", {"copy", "copy 2D"}), ("batch", {"batch"})])
+def test_copies_go_by_batches_once_these_were_tried(world, mine, monkeypatch, way, copies):
     monkeypatch.setattr(trial, "known", lambda: Rates({way: {}}))
     with closing(mine.open(world.peer())) as source:
         source.read("any", everything(), soon())
-    assert world.memory.by_batch == (way == "batch")
+    assert {*world.copies()} == copies
 
 
 def test_tensors_that_cannot_be_shared_are_refused_at_the_start(world, monkeypatch):
-    def refused(reason, tensors=None, error=ConfigError):
+    def refused(reason, error=ConfigError):
         with closing(world.make()) as plane, pytest.raises(error, match=reason):
-            plane.register((tensors or world.tensors(canaries())).rows())
+            plane.register(tensors.rows())
 
-    def cannot(*_):
-        raise ConfigError("no allocation")
-
-    whole = world.tensors(canaries())
-    world.memory.allocations[whole.address(whole.alone)] = whole.alone[:-1]
-    refused("goes beyond its allocation", whole, CacheStateError)
-    whole.on_gpu = False
-    refused("needs a GPU: these tensors are in CPU memory", whole)
+    tensors, range_of = world.tensors(canaries()), world.gpu.cuMemGetAddressRange
     with monkeypatch.context() as patch:
-        patch.setattr(world.memory, "export", cannot)
-        refused("no allocation: it must come from cudaMalloc")
+        patch.setattr(world.gpu, "cuMemGetAddressRange", lambda address: (range_of(address)[0], WIDTHS[0]))
+        refused("goes beyond its allocation", CacheStateError)
     with monkeypatch.context() as patch:
-        patch.setattr(world.memory, "gpu_of", lambda address: Gpu(address, b""))
+        patch.setitem(world.gpu.statuses, "cuIpcGetMemHandle", 1)
+        refused(r"cannot be shared with another process .*CUDA error 1\): it must come from cudaMalloc")
+    with monkeypatch.context() as patch:
+        patch.setattr(PeerMemory, "gpu_of", lambda memory, address: Gpu(address, b""))
         refused("got tensors of 4")
     with monkeypatch.context() as patch:
         patch.setattr(cuda_ipc_plane, "Presence", lambda: os.listdir("/no/such/file"))
         refused("cannot lock a file")
+    tensors.on_gpu = False
+    refused("needs a GPU: these tensors are in CPU memory")
 
 
 def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch):
