@@ -217,10 +217,6 @@ def test_a_directory_that_holds_other_files_is_no_storage_directory(storage_doct
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["letter"]
 
 
-def lose_one(backend, stored_keys, buffers):
-    return len(stored_keys) - 1
-
-
 def change_one(backend, stored_keys, buffers):
     count = REALLY_GET(backend, stored_keys, buffers)
     buffers[5][7] ^= 1
@@ -235,7 +231,13 @@ EMPTY = ["format", "tmp", "used"]
     ("of", "function", "does", "line", "left"),
     [
         (FileBackend, "count_stored", lambda _, some: len(some) - 1, "only the first 63 are there", EMPTY),
-        (FileBackend, "get", lose_one, "of 64 values that were stored, 63 came back", EMPTY),
+        (
+            FileBackend,
+            "get",
+            lambda _, some, to: len(some) - 1,
+            "of 64 values that were stored, 63 came back",
+            EMPTY,
+        ),
         (FileBackend, "get", change_one, "64 came back, and 63 unchanged", EMPTY),
         (FileBackend, "remove", lambda *_: None, "a value that was removed is still there", None),
         (file_backend, "open_directory", lambda *_: None, "cannot be written to", None),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 from device import runtime
 from kernels import kernel
+from plane_contract import expect
 from tensor import Tensor
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec
@@ -176,11 +178,11 @@ def a_slot_is_reused_only_after_its_last_use(way: str) -> None:
 
 def what_does_not_fit_is_refused() -> None:
     with closing(Rig()) as one:
-        assert refuses(ConfigError, one.runtime.require_memory, device_bytes=1 << 60, host_bytes=0)
-        assert refuses(ConfigError, one.runtime.require_memory, device_bytes=0, host_bytes=1 << 60)
+        for sizes in ({"device_bytes": 1 << 60, "host_bytes": 0}, {"device_bytes": 0, "host_bytes": 1 << 60}):
+            expect(ConfigError, "", partial(one.runtime.require_memory, **sizes))
         registered = one.controller.host_pool.buffer
         register = cupy.cuda.runtime.hostRegister
-        assert refuses(cupy.cuda.runtime.CUDARuntimeError, register, registered.address, registered.nbytes, 0)
+        expect(cupy.cuda.runtime.CUDARuntimeError, "", register, registered.address, registered.nbytes, 0)
 
 
 def pools_of_gibibytes_are_reached_to_their_last_byte(way: str) -> None:
@@ -214,14 +216,6 @@ def pools_of_gibibytes_are_reached_to_their_last_byte(way: str) -> None:
         controller.free()
     made.close()
     print(f"        a pool of {nbytes / (1 << 30):.2f} GiB")
-
-
-def refuses(error: type[Exception], call: Callable[..., object], *arguments: Any, **more: Any) -> bool:
-    try:
-        call(*arguments, **more)
-    except error:
-        return True
-    return False
 
 
 OF_EVERY_WAY: dict[str, Callable[[str], None]] = {

@@ -16,26 +16,6 @@ from fastdeploy_kvcache_v1.scheduler.run import DEVICE, WIDTH, Run
 
 from .scenario import block, manager, prompt, run, start
 
-Damage = Callable[[CacheManager], object]
-
-
-def damaged_by(damage: Damage) -> str:
-    """What `check` says. Before: `ab` and `c` in use, `x` not, all on both tiers, the copy of `c` still open."""
-    cache = manager(8, 8, "write_through")
-    run(cache, "ab!")
-    run(cache, "x!")
-    start(cache, "abcde!", "r")
-    cache.take_swap_step()
-    cache.commit("r", 3)
-    cache.match_prefix("waiting", prompt("abc!"))
-    cache.check()
-    damage(cache)
-    with pytest.raises(InvariantError) as caught:
-        cache.check()
-    with pytest.raises(InvariantError, match=re.escape(str(caught.value))):
-        cache.check_idle()
-    return str(caught.value)
-
 
 def request(cache: CacheManager) -> RequestState:
     return cache._requests["r"]
@@ -75,7 +55,7 @@ def detach(cache: CacheManager, run: Run) -> None:
     cache._residency._detached[run] = None
 
 
-DAMAGES: dict[str, Damage] = {
+DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     # The requests
     "waiting miscounts its cached blocks": lambda cache: setattr(waiting(cache), "num_cached", 1),
     "waiting has a block table before it was admitted": lambda cache: waiting(cache).tail.append(
@@ -143,7 +123,20 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.mark.parametrize("expected", DAMAGES)
 def test_check_names_the_damage(expected: str) -> None:
-    assert expected in damaged_by(DAMAGES[expected])
+    """Before: `ab` and `c` in use, `x` not, all on both tiers, the copy of `c` still open."""
+    cache = manager(8, 8, "write_through")
+    run(cache, "ab!")
+    run(cache, "x!")
+    start(cache, "abcde!", "r")
+    cache.take_swap_step()
+    cache.commit("r", 3)
+    cache.match_prefix("waiting", prompt("abc!"))
+    cache.check()
+    DAMAGES[expected](cache)
+    with pytest.raises(InvariantError, match=re.escape(expected)) as caught:
+        cache.check()
+    with pytest.raises(InvariantError, match=re.escape(str(caught.value))):
+        cache.check_idle()
 
 
 def test_idle_means_that_nothing_is_held() -> None:

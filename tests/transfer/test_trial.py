@@ -58,18 +58,13 @@ def test_servers_with_another_secret_or_role_or_that_are_not_there(tmp_path, sid
     assert (absent[0], absent[1]) == (False, "decode server http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("listens", [False, True])
 @pytest.mark.parametrize("rank", TWO)
 @pytest.mark.parametrize("side", TWO)
-def test_a_rank_that_does_not_listen(tmp_path, sides, side, rank):
-    infos = list(map(rank_infos, sides))
-    lost = sides[side][rank]
-    lost.plane.close() if side == 0 else lost.desk.close()
-    assert verdicts(tmp_path, *infos) == [side != 0, side != 1, True]
-
-
-@pytest.mark.parametrize("rank", TWO)
-@pytest.mark.parametrize("side", TWO)
-def test_a_rank_that_does_not_fit(tmp_path, sides, side, rank):
-    infos = list(map(rank_infos, sides))
-    infos[side][rank].geometry = geometry(2, rank, model="another")
-    assert verdicts(tmp_path, *infos) == [True, True, False]
+def test_a_rank_that_does_not_listen_or_does_not_fit(tmp_path, sides, side, rank, listens):
+    infos, lost = list(map(rank_infos, sides)), sides[side][rank]
+    if listens:
+        infos[side][rank].geometry = geometry(2, rank, model="another")
+    else:
+        (lost.desk if side else lost.plane).close()
+    assert verdicts(tmp_path, *infos) == ([True, True, False] if listens else [side != 0, side != 1, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -151,37 +151,30 @@ def test_nothing_grows_with_the_size_of_the_tier():
 
 
 def test_any_thread_may_ask_and_tell():
-    table, wrong = HazardTable("device", 24), []
+    table = HazardTable("device", 24)
 
     def use(number: int) -> None:
         rng, actor, own = random.Random(number), list(Actor)[number % len(Actor)], 20 + number
-        try:
-            for _ in range(150):
-                event, mine = CpuEvent(), CpuEvent()
-                slots = rng.sample(range(20), 3)
-                table.before(actor, reads=slots[:2], writes=slots[1:])
-                table.after(actor, event, reads=slots[:2], writes=slots[1:])
-                table.after(Actor.REMOTE, mine, writes=(own,))
-                rng.choice([table.refilled, table.failed, partial(table.fail, event=event)])(slots)
-                assert [wait.event for wait in table.before(Actor.REMOTE, reads=(own,))] == [mine], "it was lost"
-                assert len(table) >= 1 <= table.num_uses
-                table.check()
-                mine.finish()
-                event.finish(rng.choice([None, OSError("gone")]))
-        except Exception as error:
-            wrong.append(error)
+        for _ in range(150):
+            event, mine = CpuEvent(), CpuEvent()
+            slots = rng.sample(range(20), 3)
+            table.before(actor, reads=slots[:2], writes=slots[1:])
+            table.after(actor, event, reads=slots[:2], writes=slots[1:])
+            table.after(Actor.REMOTE, mine, writes=(own,))
+            rng.choice([table.refilled, table.failed, partial(table.fail, event=event)])(slots)
+            assert [wait.event for wait in table.before(Actor.REMOTE, reads=(own,))] == [mine], "it was lost"
+            assert len(table) >= 1 <= table.num_uses
+            table.check()
+            mine.finish()
+            event.finish(rng.choice([None, OSError("gone")]))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            assert [*threads.map(use, range(4))] == [None] * 4
     finally:
         sys.setswitchinterval(before)
-    assert wrong == []
     table.prune()
     table.check()
 

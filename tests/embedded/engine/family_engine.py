@@ -28,11 +28,6 @@ FAMILIES = {
 """Family and dtype of the cache."""
 
 
-def model_of(family: str, *, mtp: bool) -> ChecksumConfig:
-    """The same tokens with and without the draft layer."""
-    return ChecksumConfig(FAMILIES[family][0], num_layers=2, num_draft_layers=int(mtp), guessable=True)
-
-
 def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
     """Ranks in this process, each for a thread of its own."""
     pipes = rank_pipes(size)
@@ -60,7 +55,9 @@ class FamilyEngine(Harness):
         cache = KVCacheConfig(
             num_device_blocks, num_host_blocks, block_size=BLOCK, write_policy=policy, enable_prefix_caching=caching
         )
-        model = {"kind": ChecksumModel, "model": model_of(family, mtp=mtp), "dtype": FAMILIES[family][1]}
+        kind, dtype = FAMILIES[family][:2]  # the same tokens with and without the draft layer
+        config = ChecksumConfig(kind, num_layers=2, num_draft_layers=int(mtp), guessable=True)
+        model = {"kind": ChecksumModel, "model": config, "dtype": dtype}
         workers = [
             Worker(cache, runtime=runtime, ranks=ranks, **model)
             for runtime, ranks in zip(runtimes or [CpuRuntime() for _ in range(size)], rank_group(size), strict=True)

@@ -50,12 +50,22 @@ def test_a_prefix_that_saves_less_than_a_step_costs_is_computed_again():
     assert tokens_of(harness.step()) == [("2nd", 1), ("3rd", 1), ("4th", 1)]
 
 
-def test_a_follower_starts_when_the_shared_prefix_is_committed_not_when_the_leader_ends():
-    harness = make(max_num_batched_tokens=24)
-    harness.submit("leader", range(40), 9)
-    harness.submit("follower", [*range(20), 99], 1)
-    batches = [tokens_of(harness.step()) for _ in range(2)]
-    assert batches == [[("leader", 24)], [("leader", 16), ("follower", 1)]]
+@pytest.mark.parametrize(
+    ("blocks", "budget", "requests", "batches"),
+    [
+        # A follower starts when the shared prefix is committed, not when the leader ends.
+        (200, 24, [range(40), [*range(20), 99]], [[(0, 24)], [(0, 16), (1, 1)]]),
+        # It needs no room for the blocks it waits for: 5 of the leader, 1 that it does not share, 1 for the other.
+        (7, 64, [range(17), range(17), range(50, 53)], [[(0, 17), (2, 3)]]),
+        # A prompt that would go on before the follower does not pass it.
+        (200, 24, [range(9), range(9), range(50, 90), range(30, 34)], [[(0, 9)], [(1, 1), (2, 23)]]),
+    ],
+)
+def test_who_is_computed_beside_a_leader_and_its_follower(blocks, budget, requests, batches):
+    harness = make(blocks, max_num_batched_tokens=budget)
+    for number, prompt in enumerate(requests):
+        harness.submit(str(number), prompt, 1)
+    assert [tokens_of(harness.step()) for _ in batches] == [[(str(n), count) for n, count in each] for each in batches]
 
 
 def test_what_a_reset_makes_unfindable_is_not_waited_for():
@@ -80,25 +90,6 @@ def test_a_follower_keeps_its_seat_and_its_room_and_others_pass_where_there_is_o
     assert tokens_of(harness.step()) == [("leader", 1), ("other", 1), ("follower", 1)]
     harness.run()
     assert harness.num_preemptions == 0
-
-
-def test_a_follower_needs_no_room_for_the_blocks_it_waits_for():
-    """7 blocks: 5 of the leader, 1 that the follower does not share with it, 1 for the other."""
-    harness = make(7, max_num_batched_tokens=64)
-    harness.submit("leader", range(17), 1)
-    harness.submit("follower", range(17), 1)
-    harness.submit("other", range(50, 53), 1)
-    assert tokens_of(harness.step()) == [("leader", 17), ("other", 3)]
-
-
-def test_a_prompt_that_would_go_on_before_the_follower_does_not_pass_it():
-    harness = make(max_num_batched_tokens=24)
-    harness.submit("leader", range(9), 1)
-    harness.submit("follower", range(9), 1)
-    harness.submit("long", range(50, 90), 1)
-    harness.submit("short", range(30, 34), 1)
-    batches = [tokens_of(harness.step()) for _ in range(2)]
-    assert batches == [[("leader", 9)], [("follower", 1), ("long", 23)]]
 
 
 # ---- the leader's death

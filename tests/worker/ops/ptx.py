@@ -149,7 +149,8 @@ def _statement(instruction: str) -> str:
     if verb == "setp":
         return f"{condition}{_name(target)} = {values[0]} {COMPARISONS[suffixes[0]]} {values[1]}"
     assert verb in RESULTS, f"no such instruction here: {instruction}"
-    return f"{condition}{_name(target)} = ({RESULTS[verb].format(*values)}) & {_mask(_width(target))}"
+    mask = _mask(64 if target.startswith("%rd") else 32)
+    return f"{condition}{_name(target)} = ({RESULTS[verb].format(*values)}) & {mask}"
 
 
 def _access(verb: str, suffixes: list[str], operands: str) -> str:
@@ -179,10 +180,6 @@ def _read(operand: str, kind: str) -> str:
         return f"({operand})"
     sign = 1 << (int(kind[1:]) - 1)
     return f"(({_name(operand)} ^ {sign}) - {sign})" if kind[0] == "s" else _name(operand)
-
-
-def _width(register: str) -> int:
-    return 64 if register.startswith("%rd") else 32
 
 
 def _mask(bits: int) -> int:

@@ -11,8 +11,6 @@ import pytest
 from fastdeploy_kvcache_v1.worker.ops import paddle_ops
 from tests.worker.ops.native import CUSTOM_OPS, build, compiler, run_python
 
-BUILD_AGAIN = "build again: python custom_ops/build.py"
-
 
 @pytest.mark.process
 def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, monkeypatch):
@@ -71,7 +69,7 @@ def test_the_ptx_is_renewed_as_it_was(tmp_path):
 def test_the_paddle_operators_are_there_where_paddle_is():
     pytest.importorskip("paddle")
     compiler()
-    assert paddle_ops.LIBRARY.exists(), BUILD_AGAIN
+    assert paddle_ops.LIBRARY.exists(), "build again: python custom_ops/build.py"
     paddle_ops.load()
     paddle_ops.load()
 

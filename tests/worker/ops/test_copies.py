@@ -15,6 +15,9 @@ from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.worker.ops import copies as module
 from fastdeploy_kvcache_v1.worker.ops import plan_runs
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies, cpu_paths
+from fastdeploy_kvcache_v1.worker.ops.paddle_ops import PaddleCopies
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
+from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.ops.copies import Memory, by, on_cpu
 
 
@@ -90,15 +93,13 @@ def test_very_many_blocks(copy, rng, to_device):
     copy_and_compare(copy, memory, rng.permutation(blocks).tolist(), host, to_device=to_device)
 
 
-def test_tiers_that_do_not_fit_each_other_are_refused(rng):
+def test_tiers_that_do_not_fit_each_other_are_refused(gpu, rng):
     one, other = Memory(rng, widths=(40, 8)), Memory(rng, widths=(40, 16))
-    for device, host in (
-        (one.device_rows, other.host_rows),
-        (one.device_rows, one.host_rows[:1]),
-        ([], []),
-    ):
-        with pytest.raises(CacheStateError, match="the same roles of the same size in every layer"):
-            CpuCopies(device, host)
+    cases = [(one.device_rows, other.host_rows), (one.device_rows, one.host_rows[:1]), ([], [])]
+    for make in (CpuCopies, PaddleCopies, CudaRuntime(compute_handle=COMPUTE).new_copies):
+        for device, host in cases:
+            with pytest.raises(CacheStateError, match="the same roles of the same size in every layer"):
+                make(device, host)
 
 
 def test_the_way_on_a_cpu_is_told(cpu_ops):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, driver, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import driver, plan_runs
 from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda
 from tests.gpu.stand_in.fake_driver import COMPUTE
@@ -205,22 +205,6 @@ def test_a_stream_with_many_open_calls_gives_the_interpreter_lock_away(gpu, monk
     assert kept[-1]
     runtime.compute_stream.record_event()
     assert not kept[-1], "how much Paddle has queued there is not known"
-
-
-@pytest.mark.parametrize("missing", ["cuLaunchKernelEx", "cuMemcpyBatchAsync"])
-def test_a_function_that_the_driver_lacks_is_named(gpu, missing):
-    gpu.missing.add(missing)
-    way = "kernel" if missing == "cuLaunchKernelEx" else "batch"
-    with closing(Copying(gpu, only(way))) as one:
-        failed = one.submit([0], [1], to_device=True, layers=[0])
-        with pytest.raises(TransferError, match=f"this CUDA driver has no {missing}: install a newer one"):
-            failed.wait()
-
-
-def test_sides_of_other_sizes_are_refused(gpu):
-    row = LayerRows([BlockRows(4096, 4, 16, 16)])
-    with pytest.raises(Exception, match="same roles of the same size"):
-        CudaRuntime(compute_handle=COMPUTE).new_copies([row], [row, row])
 
 
 def test_times_of_ways_are_between_those_that_were_measured():

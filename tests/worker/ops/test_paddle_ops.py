@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.metadata import CopyPath
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, paddle_ops, plan_runs, tensor_rows
@@ -20,7 +20,6 @@ from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.ops.copies import Memory
 from tests.worker.ops.native import build, compiler, run_python
-from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
 
 paddle = pytest.importorskip("paddle")
 
@@ -156,8 +155,9 @@ def tensors_of(memory: Memory) -> list[LayerRows]:
 
 @pytest.mark.parametrize("to_device", [False, True])
 @pytest.mark.parametrize("only_layer", [None, 1])
-def test_the_workers_copies_reach_each_row_of_the_pool(only_layer, to_device):
+def test_the_workers_copies_reach_each_row_of_the_pool_when_it_is_told_to_copy_so(monkeypatch, only_layer, to_device):
     """Roles of different sizes, of which a host block is a different number of rows."""
+    monkeypatch.setenv(CHOICE, "paddle")
     memory = Memory(np.random.default_rng(3), layers=3, widths=(32, 16, 48), device_slots=7, host_slots=8)
     device = tensors_of(memory)
     on_device, on_host = [6, 0, 3, 4], [7, 1, 2, 3]
@@ -173,14 +173,18 @@ def test_the_workers_copies_reach_each_row_of_the_pool(only_layer, to_device):
         else:
             row[on_host] = role[on_device]
 
-    copies = paddle_ops.PaddleCopies(device, memory.host_rows)
-    if only_layer is None:
-        copies.all_layers(None, runs, to_device=to_device)
-    else:
-        copies.layer(None, only_layer, runs, to_device=to_device)
+    ran, run = set(), paddle_ops.run
+    monkeypatch.setattr(paddle_ops, "run", lambda *call: [ran.add(call[0]), run(*call)])
+    with closing(CpuRuntime()) as runtime:
+        copies, stream = runtime.new_copies(device, memory.host_rows), runtime.new_stream("test")
+        copy = copies.all_layers if only_layer is None else partial(copies.layer, layer=only_layer)
+        stream.submit(partial(copy, stream=stream, runs=runs, to_device=to_device))
+        stream.record_event().wait()
     for rows, array in zip(chain(*device), chain(*memory.tiers.device), strict=True):
         array[:] = rows.array
     assert (memory.bytes == after).all()
+    assert ran == {"swap_cache_per_layer_async"}
+    assert cpu_paths() == (CopyPath("in", "paddle"), CopyPath("out", "paddle"))
 
 
 def test_a_pool_whose_blocks_are_no_number_of_rows_is_refused_in_a_line():
@@ -189,63 +193,25 @@ def test_a_pool_whose_blocks_are_no_number_of_rows_is_refused_in_a_line():
             paddle_ops.PaddleCopies(tensors_of(memory), memory.host_rows)
 
 
-class TensorBackend(NumpyBackend):
-    """Roles of which a host block is a number of rows, in tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._layout = CacheLayout(3, (RoleSpec("key", (1, 8), "uint8"), RoleSpec("value", (3, 8), "uint8")))
-
-    def create_kv_cache(self, num_blocks, **options):
-        tensors = {
-            name: paddle.to_tensor(array) for name, array in super().create_kv_cache(num_blocks, **options).items()
-        }
-        self.arrays = [
-            tensor_rows(tensor, num_rows=num_blocks, row_bytes=tensor.size // num_blocks).array
-            for tensor in tensors.values()
-        ]
-        return tensors
-
-
-def test_the_worker_copies_by_them_when_it_is_told_to(monkeypatch):
-    monkeypatch.setenv(CHOICE, "paddle")
-    ran, run = [], paddle_ops.run
-    monkeypatch.setattr(paddle_ops, "run", lambda *call: [ran.append(call[0]), run(*call)])
-    with closing(Rig(CpuRuntime(), backend=TensorBackend())) as rig:
-        rig.fill()
-        rig.submit(evict((1, 2, 5), (0, 4, 3)))
-        rig.controller.transfers.drain()
-        rig.submit(into=swap_in((4, 3), (0, 1))).wait_all()
-        assert [rig.holds_all(slot, 10 + content) for slot, content in enumerate((2, 5, 2, 3, 4, 5))] == [True] * 6
-    assert set(ran) == {"swap_cache_per_layer_async"}
-    assert cpu_paths() == (CopyPath("in", "paddle"), CopyPath("out", "paddle"))
+PLACE = SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda: 3)
+ON_GPU = [LayerRows([BlockRows(64, 4, 16, 16, on_gpu=True, owner=SimpleNamespace(place=PLACE))])]
+ON_HOST = [LayerRows([BlockRows(4096, 4, 16, 16)])]
 
 
 def test_the_runtime_of_a_gpu_copies_by_them_when_it_is_told_to(gpu, monkeypatch):
     monkeypatch.setenv(CHOICE, "paddle")
     monkeypatch.setattr(paddle_ops, "copies_on_gpu", lambda: True)
-    place = SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda: 0)
-    device = [LayerRows([BlockRows(64, 4, 16, 16, on_gpu=True, owner=SimpleNamespace(place=place))])]
     runtime = CudaRuntime(compute_handle=COMPUTE)
-    assert isinstance(runtime.new_copies(device, [LayerRows([BlockRows(4096, 4, 16, 16)])]), paddle_ops.PaddleCopies)
+    assert isinstance(runtime.new_copies(ON_GPU, ON_HOST), paddle_ops.PaddleCopies)
     monkeypatch.setenv(CHOICE, "cupy")
     with pytest.raises(ConfigError, match=f"{CHOICE}=cupy is not known: choose numpy or paddle, or unset it"):
-        runtime.new_copies(device, device)
-
-
-def test_tiers_that_do_not_fit_are_refused():
-    memory = Memory(np.random.default_rng(), layers=2, widths=(16,))
-    with pytest.raises(CacheStateError, match="same roles of the same size"):
-        paddle_ops.PaddleCopies(tensors_of(memory)[:1], memory.host_rows)
+        runtime.new_copies(ON_GPU, ON_GPU)
 
 
 def test_on_a_gpu_the_operator_runs_on_the_stream_that_is_given(monkeypatch):
-    place = SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda: 3)
-    device = [LayerRows([BlockRows(64, 4, 16, 16, on_gpu=True, owner=SimpleNamespace(place=place))])]
-    host = [LayerRows([BlockRows(4096, 4, 16, 16)])]
     monkeypatch.setattr(paddle_ops, "copies_on_gpu", lambda: False)
     with pytest.raises(ConfigError, match="built without nvcc, for a CPU"):
-        paddle_ops.PaddleCopies(device, host)
+        paddle_ops.PaddleCopies(ON_GPU, ON_HOST)
 
     current, seen = [], []
 
@@ -261,7 +227,7 @@ def test_on_a_gpu_the_operator_runs_on_the_stream_that_is_given(monkeypatch):
     monkeypatch.setattr(paddle.device, "stream_guard", guard)
     monkeypatch.setattr(paddle_ops, "run", lambda operator, cache, *rest: seen.append((operator, *current, *rest)))
     runs = plan_runs([0, 2], [1, 3], num_sources=4, num_targets=4)
-    paddle_ops.PaddleCopies(device, host).all_layers(SimpleNamespace(handle=0x5500), runs, to_device=True)
+    paddle_ops.PaddleCopies(ON_GPU, ON_HOST).all_layers(SimpleNamespace(handle=0x5500), runs, to_device=True)
     assert seen == [("swap_cache_per_layer_async", (0x5500, "gpu 3"), 4096, 4, [1, 3], [0, 2], 0, TO_DEVICE)]
     assert current == []
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -85,27 +86,12 @@ def test_what_works_is_used_and_timed_at_the_rows_of_the_cache(trials):
 # ---- what fails
 
 
-def copies_nothing(gpu, way):
-    setattr(gpu, CALLS[way], lambda *_: None)
-
-
-def breaks_the_context(gpu, way):
-    setattr(gpu, CALLS[way], lambda *_: gpu.fault(700, "an illegal address"))
-
-
-def is_refused(gpu, way):
-    gpu.statuses[CALLS[way]] = 222
-
-
-def is_missing(gpu, way):
-    gpu.missing.add(CALLS[way])
-
-
+# what happens to a way's call, and what is said of it
 IN_PROCESS = {
-    copies_nothing: "bytes were others, rows of (512,) bytes, 1 in a run",
-    breaks_the_context: "700",
-    is_refused: "CUDA error 222",
-    is_missing: "install a newer one",
+    "copies nothing": "bytes were others, rows of (512,) bytes, 1 in a run",
+    "breaks the context": "700",
+    "is refused": "CUDA error 222",
+    "is missing": "this CUDA driver has no {}: install a newer one",
 }
 SAID = {
     Ended(None, "rows of (512,) bytes, 1 in a run\n", ""): "not done within 60 s, rows of (512,) bytes, 1 in a run",
@@ -128,8 +114,14 @@ def test_a_way_that_fails_is_not_used_and_the_others_are(trials, way, fault):
     if fault in SAID:
         trials.said[way] = fault
     else:
-        fault(trials.gpu, way)
-        if (way, fault) == (RUNS, copies_nothing):
+        if fault == "is refused":
+            trials.gpu.statuses[CALLS[way]] = 222
+        elif fault == "is missing":
+            trials.gpu.missing.add(CALLS[way])
+        else:
+            breaks = fault == "breaks the context"
+            setattr(trials.gpu, CALLS[way], lambda *_: breaks and trials.gpu.fault(700, "an illegal address"))
+        if (way, fault) == (RUNS, "copies nothing"):
             with pytest.raises(ConfigError, match=r"^plain copies .* \(\d+ bytes were others.*\): this machine is"):
                 trials.rates()
             assert trial.known().ways == (RUNS,)
@@ -137,7 +129,7 @@ def test_a_way_that_fails_is_not_used_and_the_others_are(trials, way, fault):
     rates = trials.rates()
     assert rates.ways == tuple(each for each in WAYS if each != way)
     assert list(rates.left) == [way]
-    assert {**IN_PROCESS, **SAID}[fault] in rates.left[way]
+    assert {**IN_PROCESS, **SAID}[fault].format(CALLS[way]) in rates.left[way]
 
 
 def test_a_kernel_that_the_driver_does_not_take_is_left(trials):
@@ -436,17 +428,11 @@ def test_ranks_take_turns_and_one_gpu_is_tried_once(machine, monkeypatch):
         barrier.reset()
         return Ended(0, json.dumps({"reach": 1 << 40, "timings": timed}), "")
 
-    found = {}
-
     def rank(number, key):
-        found[number] = trial._answers([1, key, "570"], [KERNEL], number, [8 * KB], run)
+        return trial._answers([1, key, "570"], [KERNEL], number, [8 * KB], run)
 
-    ranks = [threading.Thread(target=rank, args=each) for each in enumerate(["one GPU", "another", "another"])]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    assert len(found) == 3
+    with ThreadPoolExecutor(3) as ranks:
+        found = [*ranks.map(rank, range(3), ["one GPU", "another", "another"])]
     assert len({*asked} & {1, 2}) == 1
     assert sorted(asked).count(0) == 1
     assert found[1] == found[2]

@@ -60,14 +60,6 @@ def boom():
     raise ValueError("boom")
 
 
-def test_a_stream_is_first_in_first_out(on, streams):
-    seen = []
-    for number in range(200):
-        on.work(streams[0], seen.append, number)
-    streams[0].synchronize()
-    assert seen == [*range(200)]
-
-
 def test_the_submitter_is_not_blocked_and_no_stream_holds_up_another(on, streams):
     let_go, seen = on.hold(streams[0]), []
     on.work(streams[0], seen.append, "a")

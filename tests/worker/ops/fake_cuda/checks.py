@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,20 @@ BLOCKS, HOST_BLOCKS = 9, 12
 STEPS = "device malloc memcpy memcpy launch free "
 
 
-class FakeGpu:
-    def __init__(self, library: Path) -> None:
-        paddle.base.core.load_op_meta_info_and_register_op(str(library))
-        self._calls = ctypes.CDLL(str(library))
-        self._calls.fake_log.restype = ctypes.c_char_p
-
-    def lock(self, host: np.ndarray, mapped: np.ndarray) -> None:
-        """Page-lock `host`; kernels find it at `mapped`, memory of its own."""
-        self._calls.fake_page_locked(*map(ctypes.c_void_p, (host.ctypes.data, host.nbytes, mapped.ctypes.data)))
-
-    def log(self) -> str:
-        return self._calls.fake_log().decode()
-
-    def enqueued(self) -> int:
-        return self._calls.fake_enqueued()
-
-    def run_all(self) -> None:
-        self._calls.fake_run_all()
+def load(library: str) -> ctypes.CDLL:
+    """Registers its operators; `fake_page_locked` locks memory that kernels find at another address."""
+    paddle.base.core.load_op_meta_info_and_register_op(library)
+    gpu = ctypes.CDLL(library)
+    gpu.fake_log.restype = ctypes.c_char_p
+    return gpu
 
 
-def check_random_copies(gpu: FakeGpu, seed: int) -> None:
+def state(gpu: ctypes.CDLL) -> tuple[str, int]:
+    """What was called, and how much is enqueued."""
+    return gpu.fake_log().decode(), gpu.fake_enqueued()
+
+
+def check_random_copies(gpu: ctypes.CDLL, seed: int) -> None:
     rng = np.random.default_rng(seed)
     operator, mode = OPERATORS[seed % 3], seed // 3 % 2
     widths = rng.choice([16, 48, 100, 33, 4112], 4 if operator == OPERATORS[2] else 1).tolist()
@@ -44,7 +36,7 @@ def check_random_copies(gpu: FakeGpu, seed: int) -> None:
     caches = [paddle.to_tensor(device) for device in devices]
     mapped = rng.integers(0, 256, HOST_BLOCKS * sum(widths), np.uint8)
     host = np.zeros_like(mapped)
-    gpu.lock(host, mapped)
+    gpu.fake_page_locked(*map(ctypes.c_void_p, (host.ctypes.data, host.nbytes, mapped.ctypes.data)))
     starts = np.cumsum([0, *(HOST_BLOCKS * width for width in widths)])
     count = int(rng.integers(1, BLOCKS + 1))
     on_device, on_host = rng.permutation(BLOCKS)[:count], rng.permutation(HOST_BLOCKS)[:count]
@@ -64,27 +56,27 @@ def check_random_copies(gpu: FakeGpu, seed: int) -> None:
     rest = (HOST_BLOCKS, on_device.tolist(), on_host.tolist(), 0, mode)
     paddle._C_ops._run_custom_op(operator, *first, *rest)
     if operator.endswith("async"):
-        assert (gpu.log(), gpu.enqueued()) == (STEPS, 4), seed
+        assert state(gpu) == (STEPS, 4), seed
         assert (mapped == before).all(), seed
-        gpu.run_all()
+        gpu.fake_run_all()
     else:
-        assert (gpu.log(), gpu.enqueued()) == (STEPS + "wait ", 0), seed
+        assert state(gpu) == (STEPS + "wait ", 0), seed
     assert (mapped == expected).all(), seed
     assert all((cache.numpy() == device).all() for cache, device in zip(caches, devices, strict=True)), seed
     assert not host.any(), seed
 
 
-def check_nothing_is_enqueued(gpu: FakeGpu) -> None:
+def check_nothing_is_enqueued(gpu: ctypes.CDLL) -> None:
     cache, host = paddle.zeros([4, 16], dtype="uint8"), np.zeros((4, 16), np.uint8)
     paddle._C_ops._run_custom_op(OPERATORS[0], cache, host.ctypes.data, 4, [], [], 0, 1)
-    assert (gpu.log(), gpu.enqueued()) == ("", 0)
+    assert state(gpu) == ("", 0)
     with pytest.raises(OSError, match="must be page-locked"):
         paddle._C_ops._run_custom_op(OPERATORS[1], cache, host.ctypes.data, 4, [1], [1], 0, 1)
-    assert (gpu.log(), gpu.enqueued()) == ("device ", 0)
+    assert state(gpu) == ("device ", 0)
 
 
 def main(library: str) -> None:
-    gpu = FakeGpu(Path(library))
+    gpu = load(library)
     for seed in range(60):
         check_random_copies(gpu, seed)
     check_nothing_is_enqueued(gpu)
