@@ -44,7 +44,7 @@ SLACK = 64 << 20
 WIDTHS = ((512,), (4096, 2048), (7, 100), (4112,), (64 << 10,), (256 << 10,))
 """Bytes of a row, of each layer."""
 
-MOST_BLOCKS, MOST_BYTES = 8000, 16 << 20
+MOST_BLOCKS, MOST_BYTES = 8192, 16 << 20
 """Of a tier whose every byte is compared."""
 
 TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2

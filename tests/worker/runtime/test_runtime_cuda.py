@@ -176,6 +176,9 @@ def test_each_ranks_host_memory_is_on_the_node_of_its_own_device(gpu, monkeypatc
     for device, node in enumerate((1, 1, 0, 0)):
         pinned.clear()
         runtime = CudaRuntime(device, compute_handle=COMPUTE)
-        runtime.free_host(runtime.allocate_host(4096, shared=shared))
+        buffer = runtime.allocate_host(4096, shared=shared)
+        assert gpu.registered == {buffer.address: 4096}, "page-locked"
+        runtime.free_host(buffer)
+        assert gpu.registered == {}
         assert pinned == {nodes[node]}, "its pages come from there"
     assert [*dict.fromkeys(used)] == [0, 1, 2, 3]
