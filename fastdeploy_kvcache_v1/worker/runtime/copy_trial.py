@@ -152,7 +152,7 @@ class _Memory:
 
 def _far_mapping(nbytes: int, least: int) -> mmap.mmap:
     """Addresses of so many bytes; of fewer, down to `least`, where the system refuses. Raises `MemoryError`."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE  # a process's limit on data counts what is private
     while True:
         try:
             return mmap.mmap(-1, nbytes, flags=flags)
