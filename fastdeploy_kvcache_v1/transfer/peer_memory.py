@@ -72,7 +72,7 @@ class PeerMemory:
         """Map an allocation of another process; returns where it begins in this one."""
         assert len(handle) == HANDLE_BYTES, f"a handle has {HANDLE_BYTES} bytes, got {len(handle)}"
         base, types = c_uint64(), [ctypes.POINTER(c_uint64), _Handle, c_uint]
-        open_it = driver().function("cuIpcOpenMemHandle", types=types)
+        open_it = driver().function("cuIpcOpenMemHandle", types)
         if code := open_it(byref(base), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS):
             raise TransferError(f"cuIpcOpenMemHandle: CUDA error {code}")
         return base.value

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import TransferError
+from ...errors import ConfigError, TransferError
 from .copies import Copies, require_fit
 from .driver import DriverEvent, DriverStream, driver
 from .rates import BATCH, KERNEL, RUNS, Rates
@@ -193,8 +193,9 @@ class _Kernel:
 class CudaCopies(Copies):
     """Host memory is page-locked. The way of a copy is the fastest one of `rates`; `left` says what it does without.
 
-    One thread submits. What it enqueues needs nothing of this process but the memory itself. Raises `TransferError` for
-    what the driver refuses, nothing enqueued then of this call or its first part.
+    One thread submits. What it enqueues needs nothing of this process but the memory itself. A call raises
+    `TransferError` for what the driver refuses; a part of its copies may be enqueued then. Raises `ConfigError` where
+    no way is left: plain copies are none where they failed their trial, or the operator left them out.
     """
 
     def __init__(self, cupy: Any, device: Sequence[LayerRows], host: Sequence[LayerRows], rates: Rates) -> None:
@@ -216,6 +217,9 @@ class CudaCopies(Copies):
         elif KERNEL in rates.ways and KERNEL not in self.left:
             self._kernel = self._load(cupy, {True: device[0][0].num_rows, False: host[0][0].num_rows})
         self._ways = tuple(way for way in rates.ways if way not in self.left)
+        if RUNS in rates.left and not self._ways:
+            reasons = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
+            raise ConfigError(f"nothing copies between this GPU and {reach} bytes of memory ({reasons})")
 
     def _host_as_seen_by_the_gpu(self, address: int) -> int:
         """What is to be added to a host address for the kernel, which on some systems is not 0."""

@@ -1,7 +1,7 @@
 """The CUDA driver by ctypes: what CuPy has not, and what must not give the interpreter lock away.
 
 Beside a busy Python thread, a call that gives the lock away gets it back after milliseconds. What is called for every
-layer of a step keeps it instead (`keeps_lock`): such a call enqueues and returns in microseconds, as long as the
+layer of a step keeps it instead (`keeping_lock`): such a call enqueues and returns in microseconds, as long as the
 stream's queue has room (`runtime/cuda.py` sees to that).
 """
 
@@ -80,40 +80,32 @@ class Driver:
 
     def __init__(self, find: Callable[[str], int]) -> None:
         self._find = find
-        self._functions: dict[tuple[str, bool], Any] = {}
-        self.keeping_lock, self.giving_lock = (_Functions(self, keeps_lock=each) for each in (True, False))
-        """The functions by name."""
+        self.keeping_lock = _Functions(self, ctypes.PYFUNCTYPE)
+        """The functions by name, called with the interpreter lock."""
+        self.giving_lock = _Functions(self, ctypes.CFUNCTYPE)
+        """Called without it."""
 
-    def has(self, name: str) -> bool:
-        return bool(self._find(name))
-
-    def call(self, name: str, *arguments: object, keeps_lock: bool = False) -> None:
-        code = self.function(name, keeps_lock=keeps_lock)(*arguments)
-        if code:
+    def call(self, name: str, *arguments: object) -> None:
+        if code := self.giving_lock[name](*arguments):
             raise TransferError(f"{name}: CUDA error {code}")
 
-    def function(self, name: str, *, keeps_lock: bool = False, types: list[Any] | None = None) -> Any:
-        """`name` itself, which returns a CUresult. `types` of its arguments, where the table has none."""
-        known = self._functions.get((name, keeps_lock))
-        if known is None:
-            address = self._find(name)
-            if not address:
-                raise ConfigError(f"this CUDA driver has no {name}: install a newer one")
-            make = ctypes.PYFUNCTYPE if keeps_lock else ctypes.CFUNCTYPE
-            known = make(c_int, *(_SIGNATURES[name] if types is None else types))(address)
-            self._functions[name, keeps_lock] = known
-        return known
+    def function(self, name: str, types: list[Any], make: Any = ctypes.CFUNCTYPE) -> Any:
+        """`name` itself, which takes arguments of `types` and returns a CUresult."""
+        address = self._find(name)
+        if not address:
+            raise ConfigError(f"this CUDA driver has no {name}: install a newer one")
+        return make(c_int, *types)(address)
 
 
 class _Functions(dict[str, Any]):
     """Those of one kind, found when they are first asked for."""
 
-    def __init__(self, found_by: Driver, *, keeps_lock: bool) -> None:
+    def __init__(self, found_by: Driver, make: Any) -> None:
         super().__init__()
-        self._driver, self._keeps_lock = found_by, keeps_lock
+        self._driver, self._make = found_by, make
 
     def __missing__(self, name: str) -> Any:
-        self[name] = self._driver.function(name, keeps_lock=self._keeps_lock)
+        self[name] = self._driver.function(name, _SIGNATURES[name], self._make)
         return self[name]
 
 

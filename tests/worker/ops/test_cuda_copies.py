@@ -5,6 +5,7 @@ Nothing in this file shows that CUDA does what its documentation says.
 
 from __future__ import annotations
 
+from _ctypes import FUNCFLAG_PYTHONAPI
 from contextlib import closing
 from functools import partial
 from unittest.mock import Mock
@@ -12,7 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.errors import TransferError
+from fastdeploy_kvcache_v1.errors import ConfigError, TransferError
 from fastdeploy_kvcache_v1.worker.ops import driver, plan_runs
 from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda
@@ -164,6 +165,15 @@ def test_a_tier_beyond_what_was_tried_goes_by_plain_copies(gpu):
             one.require_right()
 
 
+def test_plain_copies_that_failed_their_trial_take_the_place_of_none(gpu):
+    rates = Rates({"kernel": EVERY_WAY.timings["kernel"]}, {"runs": "its trial ended with status 1"}, reach=20)
+    with pytest.raises(ConfigError, match=r"^nothing copies .*runs: its trial ended .*kernel: tiers of \d+ bytes were"):
+        Copying(gpu, rates)
+    with closing(Copying(gpu, Rates(rates.timings, rates.left, reach=1 << 40))) as one:
+        one.submit([0, 2], [0, 3], to_device=True, layers=[0])
+        one.require_right()
+
+
 def test_a_call_that_the_driver_refuses_fails_its_unit_and_no_other(gpu):
     with closing(Copying(gpu, only("kernel"))) as one:
         gpu.statuses["cuLaunchKernelEx"] = 1
@@ -191,6 +201,8 @@ def test_a_stream_with_many_open_calls_gives_the_interpreter_lock_away(gpu, monk
     """And keeps it again when they have run."""
     gpu.progress_on_query = False
     runtime, kept, made = CudaRuntime(compute_handle=COMPUTE), [], driver.driver()
+    kinds = [type(functions["cuEventRecord"])._flags_ for functions in (made.keeping_lock, made.giving_lock)]
+    assert [bool(flags & FUNCFLAG_PYTHONAPI) for flags in kinds] == [True, False]
     made.keeping_lock, made.giving_lock = Told(made.keeping_lock, kept, True), Told(made.giving_lock, kept, False)
     stream = runtime.new_stream("in")
     asked = Mock(wraps=runtime._cupy.cuda.runtime.eventQuery)
