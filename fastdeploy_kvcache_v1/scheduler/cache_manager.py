@@ -437,7 +437,7 @@ class CacheManager:
                 host_loading_blocks=on_host,
                 quarantined_blocks=self._loads.num_quarantined,
                 watched_blocks=len(self._history),
-                recency_rules=self._residency.recency_rules,
+                recency_rules=not self._history.rules,
                 events_overflowed=self._events.overflows,
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..metadata import BlockHash, CacheEvent, CacheLevel
+from .run import Run
 
 
 class EventLog:
@@ -17,40 +18,41 @@ class EventLog:
     def __init__(self, limit: int) -> None:
         self.overflows = 0
         """How often the limit was passed."""
-        self.is_listening = False
-        """Would an event be kept now? If not, there is no need to make it."""
+        self._is_listening = False
         self._limit = limit
         self._events: list[CacheEvent] = []
         self._num_blocks = 0
 
-    def stored(self, level: CacheLevel, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
-        if self._has_room(len(hashes)):
+    def stored(self, level: CacheLevel, run: Run, added: Sequence[BlockHash] = ()) -> None:
+        """The blocks of `run`, or those that are to be `added` to it."""
+        if self._has_room(len(added) or run.length):
+            hashes, parent = (added, run.last_hash) if added else (run.hashes, run.parent_hash)
             self._events.append(CacheEvent("stored", level, tuple(hashes), parent))
 
-    def removed(self, level: CacheLevel, hashes: Sequence[BlockHash]) -> None:
-        if self._has_room(len(hashes)):
-            self._events.append(CacheEvent("removed", level, tuple(hashes)))
+    def removed(self, level: CacheLevel, run: Run) -> None:
+        if self._has_room(run.length):
+            self._events.append(CacheEvent("removed", level, tuple(run.hashes)))
 
     def cleared(self) -> None:
         """Everything before this is void."""
-        if self.is_listening:
+        if self._is_listening:
             self._events, self._num_blocks = [CacheEvent("cleared", None)], 0
 
     def take(self) -> list[CacheEvent] | None:
         """All events since the last call, oldest first; None when there are more than were kept, and the reader needs a
         snapshot: the first time, and after an overflow. A limit of 0 keeps none.
         """
-        complete, self.is_listening = self.is_listening or not self._limit, bool(self._limit)
+        complete, self._is_listening = self._is_listening or not self._limit, bool(self._limit)
         events, self._events, self._num_blocks = self._events, [], 0
         return events if complete else None
 
     def _has_room(self, num_blocks: int) -> bool:
-        if not self.is_listening:
+        if not self._is_listening:
             return False
         self._num_blocks += num_blocks
         if self._num_blocks <= self._limit:
             return True
         self._events = []
-        self.is_listening = False
+        self._is_listening = False
         self.overflows += 1
         return False

@@ -52,20 +52,16 @@ class RunQueue:
     """Oldest first: a linked list, so that the half of a split run gets its place. Every method is O(1)."""
 
     def __init__(self) -> None:
-        end = self._end = Link()
-        end.older = end.younger = end
-
-    @property
-    def end(self) -> Link:
+        end = self.end = Link()
         """Between its youngest and its oldest place, always the same: `end.younger` is the oldest, or `end` itself. For
         those who ask often; never moved or discarded.
         """
-        return self._end
+        end.older = end.younger = end
 
     def __iter__(self) -> Iterator[Run]:
         """Oldest first. The run just yielded may be removed or moved by the caller."""
-        link = self._end.younger
-        while link is not self._end:
+        link = self.end.younger
+        while link is not self.end:
             assert link is not None
             following = link.younger
             yield link.run
@@ -73,8 +69,8 @@ class RunQueue:
 
     def youngest_first(self) -> Iterator[Run]:
         """As `__iter__`, from the other end."""
-        link = self._end.older
-        while link is not self._end:
+        link = self.end.older
+        while link is not self.end:
             assert link is not None
             following = link.older
             yield link.run
@@ -82,7 +78,7 @@ class RunQueue:
 
     def touch(self, link: Link) -> None:
         """Make it the youngest, whatever queue it is in, or none."""
-        end = self._end
+        end = self.end
         newest = end.older
         if newest is link:
             return
@@ -104,7 +100,7 @@ class RunQueue:
 
     def put_oldest(self, link: Link) -> None:
         """Put `link`, which is in no queue, before all others."""
-        self.insert_after(link, self._end)
+        self.insert_after(link, self.end)
 
     @staticmethod
     def discard(link: Link) -> None:
@@ -115,33 +111,26 @@ class RunQueue:
             older.younger, younger.older = younger, older
             link.older = link.younger = None
 
-    def pop_oldest(self) -> Link | None:
-        """Take out the oldest one; None if there is none."""
-        return self._pop(self._end.younger)
-
-    def pop_youngest(self) -> Link | None:
-        """As `pop_oldest`, from the other end."""
-        return self._pop(self._end.older)
-
-    def _pop(self, link: Link | None) -> Link | None:
-        assert link is not None
-        if link is self._end:
-            return None
-        self.discard(link)
-        return link
+    def drain(self, *, youngest_first: bool = False) -> Iterator[Link]:
+        """Take out all places, one by one."""
+        end = self.end
+        while (link := end.older if youngest_first else end.younger) is not end:
+            assert link is not None
+            self.discard(link)
+            yield link
 
     def forget(self) -> None:
         """Be empty. Places that were in it still look queued: the caller cares for them."""
-        end = self._end
+        end = self.end
         end.older = end.younger = end
 
     def check_links(self) -> bool:
         """Do all links agree with their neighbours, and does the way back meet the same ones?"""
-        link = self._end
+        link = self.end
         while True:
             younger = link.younger
             if younger is None or younger.older is not link:
                 return False
             link = younger
-            if link is self._end:
+            if link is self.end:
                 return True

@@ -184,16 +184,6 @@ class RadixTree:
 
     # ---- taking blocks away
 
-    def device_victim(self, most: int) -> Run | None:
-        """The next device run to leave, split to at most `most` blocks."""
-        run = self._residency.next_device_victim()
-        return None if run is None else self.tail(run, most)
-
-    def host_victim(self, most: int) -> Run | None:
-        """The next run whose host copy is to go, split to at most `most` blocks."""
-        run = self._residency.next_host_victim()
-        return None if run is None else self.tail(run, most)
-
     def detach(self, top: Run) -> list[Run]:
         """Make `top` and everything below it unfindable; slots come back as soon as no request uses them."""
         assert top.parent is not None and not top.detached, "only attached runs can be detached"

@@ -60,11 +60,6 @@ class Residency:
         """Is `Run.kind` to be kept?"""
         return self.device_order.learns or (self.host_order.learns and bool(self.host_pool.size))
 
-    @property
-    def recency_rules(self) -> bool:
-        """Is the order of both tiers that of the last use now?"""
-        return self.device_order.recency_rules and (self.host_order.recency_rules or not self.host_pool.size)
-
     # ---- use
 
     def pin(self, run: Run) -> None:
@@ -110,7 +105,7 @@ class Residency:
         """Requests wait that will use the runs of `paths`, each in prompt order, the next one first; no others."""
         on_device, on_host = self._expected
         for queue, order in ((on_device, self.device_order), (on_host, self.host_order)):
-            while (place := queue.pop_oldest()) is not None:
+            for place in queue.drain():
                 order.use(place)
         for path in reversed(paths):
             for run in reversed(path):
@@ -129,12 +124,12 @@ class Residency:
             self.device_order.enter(run)
         elif not pins and run.host is not None:
             self.host_order.enter(run.host)
-        self._tell_stored(CacheLevel.DEVICE if run.on_device else CacheLevel.HOST, run)
+        self._events.stored(CacheLevel.DEVICE if run.on_device else CacheLevel.HOST, run)
 
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         """The pinned `run`, whose bytes are in `slots`, is now on the device."""
         self._put_on_device(run, slots)
-        self._tell_stored(CacheLevel.DEVICE, run)
+        self._events.stored(CacheLevel.DEVICE, run)
 
     def move_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         """`run`, on the device and used by one request, is in `slots` from now on; the slots it had are free."""
@@ -144,7 +139,7 @@ class Residency:
     def extend_device(self, run: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> None:
         """Append blocks to a run that is on the device only and used by one request."""
         assert run.on_device and len(slots) == len(hashes), "one slot per block"
-        self._events.stored(CacheLevel.DEVICE, hashes, run.last_hash)
+        self._events.stored(CacheLevel.DEVICE, run, hashes)
         run.extend(hashes, slots)
 
     def drop_device(self, run: Run) -> None:
@@ -154,13 +149,13 @@ class Residency:
         if run.open is CacheLevel.DEVICE:
             self._close_unfilled(run)
         else:
-            self._tell_removed(CacheLevel.DEVICE, run)
+            self._events.removed(CacheLevel.DEVICE, run)
             self._take_device(run)
 
     def drop_host(self, run: Run) -> None:
         """Give up the host copy of a run that stays on the device."""
         assert run.on_device and run.open is None, "only runs that stay on the device may lose their host copy"
-        self._tell_removed(CacheLevel.HOST, run)
+        self._events.removed(CacheLevel.HOST, run)
         self._take_host(run)
 
     def detach(self, run: Run) -> None:
@@ -170,11 +165,11 @@ class Residency:
                 self.num_device_evictable -= run.length
             self.device_order.leave(run)
             if run.open is not CacheLevel.DEVICE:
-                self._tell_removed(CacheLevel.DEVICE, run)
+                self._events.removed(CacheLevel.DEVICE, run)
         if run.host is not None:
             self.host_order.leave(run.host)
             if run.open is not CacheLevel.HOST:
-                self._tell_removed(CacheLevel.HOST, run)
+                self._events.removed(CacheLevel.HOST, run)
         run.detached = True
         self._detached[run] = None
         self._free_if_unused(run)
@@ -228,14 +223,12 @@ class Residency:
             else:
                 yield run
 
-    def next_host_victim(self) -> Run | None:
-        """The run whose host copy is to go next; None if no copy can go. What cannot is out of the way now."""
-        doubles = self.doubles.youngest_first() if self.doubles.may_be else ()
+    def next_host_victim(self, *, is_lost: bool = False) -> Run | None:
+        """The run whose host copy is to go next; None if no copy can go. What cannot is out of the way now. `is_lost`:
+        the next one that is lost with it, as if no copy could be spared.
+        """
+        doubles = self.doubles.youngest_first() if self.doubles.may_be and not is_lost else ()
         return next(filter(self._is_host_victim, chain(doubles, self.host_order.candidates(), self._expected[1])), None)
-
-    def next_lost(self) -> Run | None:
-        """The run that is to be lost next, or None: as `next_host_victim`, if nothing was on the device as well."""
-        return next(filter(self._is_host_victim, chain(self.host_order.candidates(), self._expected[1])), None)
 
     def _is_host_victim(self, run: Run) -> bool:
         host = run.host
@@ -342,11 +335,11 @@ class Residency:
             if run.detached:
                 self._free_if_unused(run)
                 continue
-            self._tell_stored(level, run)
+            self._events.stored(level, run)
             if level is CacheLevel.DEVICE and run.host is not None and self.doubles.are_wanted:
                 self.doubles.take(run.host)
         self._open.clear()
-        while (place := self._deferred.pop_youngest()) is not None:
+        for place in self._deferred.drain(youngest_first=True):
             self.host_order.enter(place, first=True)
 
     def abandon_copies(self) -> None:
@@ -434,11 +427,3 @@ class Residency:
             run.drop_children()
             run.drop_cells()
             del self._detached[run]
-
-    def _tell_stored(self, level: CacheLevel, run: Run) -> None:
-        if self._events.is_listening:
-            self._events.stored(level, run.hashes, run.parent_hash)
-
-    def _tell_removed(self, level: CacheLevel, run: Run) -> None:
-        if self._events.is_listening:
-            self._events.removed(level, run.hashes)

@@ -68,9 +68,9 @@ class Tiering:
             return NoSpace(count, self.num_available_device)
         self._lookahead.look()
         while (short := count - pool.num_free) > 0:
-            victim = self._tree.device_victim(short)
+            victim = self._residency.next_device_victim()
             assert victim is not None, "blocks counted as evictable can be evicted"
-            self._evict_device(victim)
+            self._evict_device(self._tree.tail(victim, short))
         return pool.allocate(count)
 
     def swap_in(self, path: Sequence[Run], slots: Sequence[DeviceSlot]) -> None:
@@ -220,7 +220,7 @@ class Tiering:
         """Is `run` worth less than what would have to leave the host for it?"""
         if not self._policy.weighs or run.length <= self._residency.host_pool.num_free:
             return False
-        victim, order = self._residency.next_lost(), self._residency.host_order
+        victim, order = self._residency.next_host_victim(is_lost=True), self._residency.host_order
         return victim is not None and order.worth(run) < order.worth(victim)
 
     def _drop_device(self, run: Run) -> None:
@@ -274,9 +274,10 @@ class Tiering:
         if count > pool.num_free:
             self._lookahead.look()
         while (short := count - pool.num_free) > 0:
-            victim = self._tree.host_victim(short)
+            victim = self._residency.next_host_victim()
             if victim is None:
                 return pool.num_free
+            self._tree.tail(victim, short)
             self._counters.host_evicted_blocks += victim.length
             if victim.on_device:
                 self._residency.drop_host(victim)

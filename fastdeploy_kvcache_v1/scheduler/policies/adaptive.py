@@ -32,10 +32,6 @@ class Adaptive(EvictionOrder):
         self._queues = [RunQueue() for _ in range(NUM_CLASSES)]
         self._ends = [queue.end for queue in self._queues]
 
-    @property
-    def recency_rules(self) -> bool:
-        return not self._history.rules
-
     def worth(self, run: Run) -> float:
         return self._history.worth(run)
 

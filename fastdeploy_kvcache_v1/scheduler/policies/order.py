@@ -25,11 +25,6 @@ class EvictionOrder(ABC):
     learns = False
     """`ReuseHistory` is to be kept for it, for `Run.kind` and `Run.last_use`: it costs time and memory."""
 
-    @property
-    def recency_rules(self) -> bool:
-        """Is the order that of the last use now, whatever else is known?"""
-        return True
-
     @abstractmethod
     def enter(self, place: Link, /, *, first: bool = False) -> None:
         """The run, which no request uses and which is in no queue, has come into the tier. `first`: it was a candidate
