@@ -52,10 +52,11 @@ def check_queue(queues: Sequence[RunQueue], places: Mapping[Run, Link], waiting:
 def _check_place(run: Run) -> None:
     parent = run.parent
     assert parent is not None
-    siblings = parent.device_children if run.on_device else parent.other_children
-    expect(siblings.get(run.first_hash) is run, "a run is not its parent's child by its first hash and tier")
+    expect(parent.children.get(run.first_hash) is run, "a run is not its parent's child by its first hash")
+    num_on_device = sum(child.on_device for child in run.children.values())
+    expect(num_on_device == run.num_device_children, "a run miscounts its children on the device")
     # A pinned run has pinned ancestors; a device run has device ancestors; a hit is one of all ancestors.
-    expect(run.pins >= sum(child.pins for child in run.children()), "a run is pinned less than its children")
+    expect(run.pins >= sum(child.pins for child in run.children.values()), "a run is pinned less than its children")
     on_device_above = parent.is_root or parent.on_device
     expect(not run.on_device or on_device_above, "a device block hangs below a block that is not on the device")
     expect(parent.is_root or run.hits <= parent.hits, "a run is hit more often than the one above it")

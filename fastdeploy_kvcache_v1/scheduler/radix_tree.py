@@ -140,7 +140,7 @@ class RadixTree:
         duplicates: list[int] = []
         done = 0
         while done < len(hashes):
-            child = leaf.child(hashes[done])
+            child = leaf.children.get(hashes[done])
             if child is None:
                 rest = (hashes[done:], slots[done:]) if done else (hashes, slots)  # mostly all: no copies
                 runs.append(self._append(leaf, *rest))
@@ -173,7 +173,7 @@ class RadixTree:
             return 0
         if taken < run.length:
             run = self.split(run, taken)
-        if run.child(hashes[known]) is not None:
+        if run.children.get(hashes[known]) is not None:
             return 0  # on its way to the host: it cannot be found yet, but it is cached
         added = Run.of(hashes[known:end], slots[-num_new:], level)
         run.add_child(added)
@@ -189,7 +189,7 @@ class RadixTree:
         assert top.parent is not None and not top.detached, "only attached runs can be detached"
         top.leave_parent()
         self._residency.child_left(top.parent)
-        detached = list(top.subtree()) if top.has_children else [top]
+        detached = list(top.subtree()) if top.children else [top]
         for run in reversed(detached):
             self._residency.detach(run)
         return detached
@@ -201,10 +201,10 @@ class RadixTree:
 
         O(runs in use + size of the pools); the rest is left to `sweep`.
         """
-        self._ruins += self.root.drop_children()
+        self._ruins.append(self.root.drop_children())
         kept = self._residency.detach_all(in_use, other_device, other_host)
         for run in kept:
-            self._ruins += run.drop_children()
+            self._ruins.append(run.drop_children())
         for run in kept:
             if run.parent is not None and run.parent.detached:
                 run.parent.add_child(run)
@@ -219,7 +219,7 @@ class RadixTree:
             _, run = family.popitem()
             most -= 1
             if not run.detached:  # a run in use has been cared for
-                self._ruins += run.drop_children()
+                self._ruins.append(run.drop_children())
                 run.drop_links()
 
     # ---- cutting and joining runs
@@ -240,7 +240,7 @@ class RadixTree:
         """New blocks below `leaf`: in place if they share its fate, else as a child."""
         is_as_new = leaf.last_use < 0  # what earlier requests have used is of another class than these blocks
         shares_fate = leaf.pins == 1 and not leaf.hits and leaf.host is None and is_as_new
-        if shares_fate and not leaf.has_children and leaf.ends_its_cells:
+        if shares_fate and not leaf.children and leaf.ends_its_cells:
             self._residency.extend_device(leaf, hashes, slots)
             return leaf
         run = Run.of(hashes, slots)
@@ -260,7 +260,7 @@ class RadixTree:
     def _find(self, hashes: Sequence[BlockHash], limit: int) -> tuple[Run, int]:
         run, position = self.root, 0
         while position < limit:
-            child = run.child(hashes[position])
+            child = run.children.get(hashes[position])
             if child is None or (not child.on_device and child.open is not None):
                 break  # not cached, or on its way to the host since this very step
             taken = child.common_blocks(hashes, position, min(child.length, limit - position))

@@ -78,14 +78,14 @@ class Residency:
         if run.detached:
             self._free_if_unused(run)
             return
-        if run.open is CacheLevel.DEVICE and not run.device_children:
+        if run.open is CacheLevel.DEVICE and not run.num_device_children:
             self._close_unfilled(run)
         if run.on_device:
             self.num_device_evictable += run.length
-            if not run.is_queued and not run.device_children:
+            if not run.is_queued and not run.num_device_children:
                 self.device_order.use(run)
         host = run.host
-        if host is not None and not host.is_queued and not host.readers and (run.on_device or not run.other_children):
+        if host is not None and not host.is_queued and not host.readers and (run.on_device or not run.children):
             self._use_host(host)
 
     def touch(self, run: Run) -> None:
@@ -208,7 +208,7 @@ class Residency:
     def next_device_victim(self) -> Run | None:
         """The run that is to leave the device next; None if none can. What cannot is out of the way now."""
         for run in chain(self.device_order.candidates(), self._expected[0]):
-            if not run.pins and not run.device_children:
+            if not run.pins and not run.num_device_children:
                 return run
             self.device_order.leave(run)
         return None
@@ -234,7 +234,7 @@ class Residency:
         host = run.host
         assert host is not None
         is_used = run.pins and not host.is_double
-        must_wait = is_used or host.readers or (run.other_children and not run.on_device)
+        must_wait = is_used or host.readers or (run.children and not run.on_device)
         if not must_wait and run.open is None:
             return True
         self.doubles.drop(host)
@@ -246,13 +246,13 @@ class Residency:
         """Fewer runs hang below `run` in one of its tiers: perhaps that is what it waited for."""
         if run.pins or run.detached:
             return
-        if run.on_device and not run.is_queued and not run.device_children:
+        if run.on_device and not run.is_queued and not run.num_device_children:
             self.device_order.enter(run, first=True)
         self._unblock_host(run)
 
     def _unblock_host(self, run: Run) -> None:
         host = run.host
-        waits = host is None or host.is_queued or (run.other_children and not run.on_device)
+        waits = host is None or host.is_queued or (run.children and not run.on_device)
         if host is not None and not waits and not (self.doubles.may_be and self.doubles.take(host)):
             self.host_order.enter(host, first=True)
 
@@ -362,9 +362,9 @@ class Residency:
         sources = [slot for run in self.open_copies(CacheLevel.HOST) for slot in run.slots(DEVICE, run.start, run.end)]
         in_pool = all(0 <= slot < self.device_pool.size for slot in sources)
         expect(in_pool, "an open copy reads a device slot outside the pool")
-        waiting = {run for run in runs if run.device_children}
+        waiting = {run for run in runs if run.num_device_children}
         check_queue(self._device_queues(), {run: run for run in runs if run.on_device}, waiting, "device")
-        waiting = {run for run in runs if run.is_read or (run.other_children and not run.on_device)}
+        waiting = {run for run in runs if run.is_read or (run.children and not run.on_device)}
         check_queue(self._host_queues(), {run: run.host for run in runs if run.host}, waiting, "host")
         doubles = {run for run in runs if run.host is not None and run.host.is_double}
         expect(doubles == set(self.doubles), "the queue of doubles misses some, or holds others")

@@ -14,7 +14,6 @@ join its parts again is O(1), and to append blocks at the list's end O(blocks ap
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
@@ -39,16 +38,16 @@ class Run(Link):
 
     __slots__ = (
         "cells",
+        "children",
         "detached",
-        "device_children",
         "end",
         "hits",
         "host",
         "kind",
         "last_use",
+        "num_device_children",
         "on_device",
         "open",
-        "other_children",
         "parent",
         "pins",
         "start",
@@ -62,10 +61,10 @@ class Run(Link):
         self.on_device = False
         self.host: HostCopy | None = None
         self.parent: Run | None = None
-        self.device_children = _NO_CHILDREN
-        """Children on the device, by the hash of their first block; read-only, see `add_child`."""
-        self.other_children = _NO_CHILDREN
-        """Children that are not, likewise."""
+        self.children = _NO_CHILDREN
+        """By the hash of their first block; read-only, see `add_child`."""
+        self.num_device_children = 0
+        """Children on the device. Of no meaning once it is detached."""
         self.pins = 0
         """Requests that use this run or one below it."""
         self.hits = 0
@@ -159,11 +158,9 @@ class Run(Link):
 
     def enter_device(self, slots: Sequence[DeviceSlot]) -> None:
         self.change_device_slots(slots)
-        parent = self.parent
-        assert parent is not None
-        del parent.other_children[self.first_hash]
         self.on_device = True
-        parent.add_child(self)
+        assert self.parent is not None
+        self.parent.num_device_children += 1
 
     def change_device_slots(self, slots: Sequence[DeviceSlot]) -> list[DeviceSlot]:
         """Returns the slots it had on the device."""
@@ -174,11 +171,10 @@ class Run(Link):
     def leave_device(self) -> list[DeviceSlot]:
         """Returns the slots it had."""
         slots = self.device_slots
-        parent = self.parent
         self.on_device = False
-        if parent is not None and parent.device_children.get(self.first_hash) is self:  # it can be found
-            del parent.device_children[self.first_hash]
-            parent.add_child(self)
+        if not self.detached:
+            assert self.parent is not None
+            self.parent.num_device_children -= 1
         return slots
 
     def enter_host(self, slots: Sequence[HostSlot]) -> HostCopy:
@@ -218,49 +214,29 @@ class Run(Link):
     def is_root(self) -> bool:
         return self.parent is None
 
-    @property
-    def has_children(self) -> bool:
-        return bool(self.device_children or self.other_children)
-
-    def child(self, block: BlockHash) -> Run | None:
-        """The one that starts with `block`."""
-        return self.device_children.get(block) or self.other_children.get(block)
-
-    def children(self) -> Iterator[Run]:
-        return chain(self.device_children.values(), self.other_children.values())
-
     def only_child(self) -> Run | None:
-        if len(self.device_children) + len(self.other_children) != 1:
-            return None
-        return next(self.children())
+        return next(iter(self.children.values())) if len(self.children) == 1 else None
 
     def add_child(self, child: Run) -> None:
-        """Hang `child` below this run, in place of one in the same tier that starts with the same block."""
-        if child.on_device:
-            if self.device_children is _NO_CHILDREN:
-                self.device_children = {}
-            self.device_children[child.first_hash] = child
-        else:
-            if self.other_children is _NO_CHILDREN:
-                self.other_children = {}
-            self.other_children[child.first_hash] = child
+        """Hang `child` below this run, in place of one in the same tier that starts with the same block, if any."""
+        if self.children is _NO_CHILDREN:
+            self.children = {}
+        if child.on_device and child.first_hash not in self.children:
+            self.num_device_children += 1
+        self.children[child.first_hash] = child
         child.parent = self
 
     def leave_parent(self) -> None:
         """It can no longer be found from above, if it could; it keeps its way up."""
         parent, block = self.parent, self.first_hash
-        if parent is None:
-            return
-        if parent.device_children.get(block) is self:
-            del parent.device_children[block]
-        elif parent.other_children.get(block) is self:
-            del parent.other_children[block]
+        if parent is not None and parent.children.get(block) is self:
+            del parent.children[block]
+            parent.num_device_children -= self.on_device
 
-    def drop_children(self) -> list[dict[BlockHash, Run]]:
+    def drop_children(self) -> dict[BlockHash, Run]:
         """Returns the children it had; they keep their way up. O(1)."""
-        families = [family for family in (self.device_children, self.other_children) if family]
-        self.device_children = self.other_children = _NO_CHILDREN
-        return families
+        children, self.children, self.num_device_children = self.children, _NO_CHILDREN, 0
+        return children
 
     def drop_links(self) -> None:
         """The run is not needed any more: it refers to no other run, so that it is no cyclic garbage."""
@@ -285,7 +261,7 @@ class Run(Link):
         while stack:
             run = stack.pop()
             yield run
-            stack.extend(run.children())
+            stack.extend(run.children.values())
 
     # ---- cutting and joining
 
@@ -323,7 +299,7 @@ class Run(Link):
             and not self.is_read
             and not parent.is_read
             and not self.detached
-            and len(parent.device_children) + len(parent.other_children) == 1
+            and len(parent.children) == 1
             and (
                 parent.cells is self.cells
                 or (

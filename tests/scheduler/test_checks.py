@@ -27,7 +27,7 @@ def waiting(cache: CacheManager) -> RequestState:
 
 def top(cache: CacheManager) -> Run:
     """`a` and `b`."""
-    found = cache._tree.root.child(block("a"))
+    found = cache._tree.root.children.get(block("a"))
     assert found is not None
     return found
 
@@ -38,7 +38,7 @@ def leaf(cache: CacheManager) -> Run:
 
 
 def unused(cache: CacheManager) -> Run:
-    found = cache._tree.root.child(block("x"))
+    found = cache._tree.root.children.get(block("x"))
     assert found is not None
     return found
 
@@ -80,6 +80,7 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     "host pool: 1 slots leaked": lambda cache: cache._host_pool.allocate(1),
     # The tree
     "a run is not its parent's child": lambda cache: top(cache).cells.__setitem__(0, block("x")),
+    "a run miscounts its children on the device": lambda cache: setattr(top(cache), "num_device_children", 0),
     "a run is pinned less than its children": lambda cache: setattr(top(cache), "pins", 0),
     "a run is hit more often than the one above it": lambda cache: setattr(leaf(cache), "hits", 1),
     "a device block hangs below a block that is not": lambda cache: top(cache).leave_device(),
@@ -90,7 +91,7 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     "the cells of a run do not go on from its parent's": lambda cache: setattr(leaf(cache), "start", -1),
     "cells have blocks that belong to no run": lambda cache: leaf(cache).cells.extend([block("y"), 0, 0]),
     # The tiers of a run
-    "a run is in no tier": lambda cache: (setattr(leaf(cache), "on_device", False), setattr(leaf(cache), "host", None)),
+    "a run is in no tier": lambda cache: (leaf(cache).leave_device(), setattr(leaf(cache), "host", None)),
     "a host copy belongs to another run": lambda cache: setattr(host_copy(leaf(cache)), "run", unused(cache)),
     "an open copy has no host slots": lambda cache: setattr(leaf(cache), "host", None),
     "a swap-in has no device slots": lambda cache: (

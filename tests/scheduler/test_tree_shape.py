@@ -73,7 +73,7 @@ def test_law_of_the_shape(law: str) -> None:
 def test_runs_that_are_not_neighbours_in_eviction_order_stay_apart() -> None:
     """Joined they would have one age, which neither of them has."""
     scene = play("run ab; start a cut; run x; finish cut", 8)  # `a` is younger than `x`, `b` is older
-    top = scene.cache._tree.root.child(block("a"))
+    top = scene.cache._tree.root.children.get(block("a"))
     assert top is not None
     top.hits = 0
     scene.play("match ab again; release again; shape a b x")

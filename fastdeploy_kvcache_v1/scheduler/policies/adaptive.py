@@ -76,7 +76,7 @@ class Adaptive(EvictionOrder):
     def _youngest_leaf(self, kind: int) -> Run | None:
         """The run of that class that was used last and has none below it in any tier, if it is not far."""
         for run in islice(self._queues[kind].youngest_first(), LOOKED_AT):
-            if not run.pins and not run.has_children:
+            if not run.pins and not run.children:
                 return run
         return None
 
