@@ -71,7 +71,7 @@ class Quiet:
         vars(request).update(fields)
         self.clients.requests[request.uid] = request
         task = self.host.task(request, *given)
-        self.host.add_request(task)
+        self.host.manager.add_request(task)
         return task
 
     def abort(self, name: str) -> None:
@@ -107,4 +107,4 @@ class Quiet:
             if not self.clients.requests:
                 return
             self.step()
-        raise AssertionError(f"no progress: {sorted(self.host.requests)}")
+        raise AssertionError(f"no progress: {sorted(self.host.manager.requests)}")

@@ -22,9 +22,10 @@ from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 
 from .clients import Clients
 from .embedded_host import EmbeddedHost, Engine, EngineRank
-from .fastdeploy_host import LEAST_BLOCKS, EngineCache, FastDeployHost
+from .fastdeploy_host import LEAST_BLOCKS, FastDeployHost
 from .ranks import Rank, Worker
 from .reports import Reports
+from .resource_manager import EngineCache, ResourceManager
 from .roles import HERE, Peer, Roles
 from .store import Index, RankMemory, Store, TokenStore, namespace
 from .streams import VirtualDevice
@@ -53,7 +54,8 @@ def fastdeploy(
     if make is None:
         cache = EngineCache(config, reports=reports)
         cache.update_cache_config(SimpleNamespace(total_block_num=device))
-        world.host = FastDeployHost(world, cache, worker, release=release, seats=seats, budget=budget)
+        manager = ResourceManager(cache, release=release, seats=seats, budget=budget)
+        world.host = FastDeployHost(world, manager, worker, is_26=release == 26)
     else:
         world.host = make(world, rng, worker, reports, config, device, seats=seats, max_tokens=budget, backend=backend)
     world.others = [reports]

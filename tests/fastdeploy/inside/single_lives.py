@@ -42,7 +42,7 @@ def test_a_lost_batch_takes_no_request_whose_id_was_once_aborted():
     while "r" not in manager.to_be_aborted_req_id_set:
         manager.schedule()
     manager.cache_manager.transit.sent()  # the worker has it
-    scene.host.finish(first)  # its last token was sent before
+    scene.manager.finish_requests(first.request_id)  # its last token was sent before
     scene.host.worker.drop_rows()
     scene.clients.ended(first.uid, "stopped")
     scene.add("r", [2] * LENGTH, 60)

@@ -6,8 +6,9 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCacheAdapter
 from fastdeploy_kvcache_v1.storage.settings import Prefetch
 from tests.world.clients import Request
-from tests.world.fastdeploy_host import Control, EngineCache, FastDeployHost, Kind, Status, Task
+from tests.world.fastdeploy_host import FastDeployHost
 from tests.world.quiet import UIDS, Quiet
+from tests.world.resource_manager import Control, EngineCache, Kind, ResourceManager, Status, Task
 from tests.world.scenarios import add_store, make_worker
 from tests.world.store import RankMemory
 
@@ -86,11 +87,12 @@ class Server(Quiet):
         cache = EngineCache(KVCacheConfig(device, host, 4, **settings), reports=self.reports)
         memories = [RankMemory(on_device=backend == "attention_store") if backend else None]
         worker = make_worker(self, self.reports, memories, blocks=device, host_blocks=host, block_size=4)
-        self.host = FastDeployHost(self, cache, worker, release=release, seats=seats, budget=budget)
+        self.manager = ResourceManager(cache, release=release, seats=seats, budget=budget)
+        self.host = FastDeployHost(self, self.manager, worker, is_26=release == 26)
         if backend:
             add_store(self, SimpleNamespace(choice=lambda _: Prefetch(prefetch)), backend, cache, memories)
             self.store = self.others[0]
-            cache.storage.release(self.host)  # blocks have a name now
+            cache.storage.release(self.manager)  # blocks have a name now
 
     def serve(self, *prompts, max_tokens=1):
         """Each alone. Returns how many tokens of each were cached."""

@@ -24,10 +24,10 @@ __all__ = ["fake_fastdeploy"]
 
 
 def schedule(manager, wrapped=lambda: ([], []), waiting=()):
-    host = Server().host
-    host.cache_manager = manager
-    host.waiting.extend(waiting)
-    return engine_patches.schedule(wrapped, host, (), {})
+    resources = Server().manager
+    resources.cache_manager = manager
+    resources.waiting.extend(waiting)
+    return engine_patches.schedule(wrapped, resources, (), {})
 
 
 # ---- workers
@@ -239,9 +239,9 @@ def test_a_request_that_fastdeploy_does_not_take_back_is_not_released_again(stor
 
 
 def test_a_request_that_the_store_holds_has_its_id(store, monkeypatch):
-    manager, host = stored(monkeypatch), Server().host
+    manager, resources = stored(monkeypatch), Server().manager
     manager.storage.holds = lambda request_id: request_id == "held"
-    waits = [manager.held_back.hold(host, SimpleNamespace(request_id=name)) for name in ("held", "other")]
+    waits = [manager.held_back.hold(resources, SimpleNamespace(request_id=name)) for name in ("held", "other")]
     assert waits == [True, False]
 
 
@@ -279,7 +279,7 @@ def test_after_a_weight_update_every_request_starts_again_once_and_there_is_no_b
 def test_what_the_queue_says_of_a_batch_is_passed_on():
     server = Server()
     server.add("a", [1] * 4)
-    batch = server.host.schedule_batch(-1)
+    batch = server.manager.schedule()[0]
     assert engine_patches.put_tasks(lambda tasks: "put", None, ((batch, 1),), {}) == "put"
 
 

@@ -18,7 +18,7 @@ def server_of(device=200, *, worth=1, **options):
 def step(server):
     """Prompt tokens of each request in the batch, and who waits then."""
     batch = [task for task in server.schedule() if hasattr(task, "prefill_start_index")]
-    waiting = [task.request_id for task in server.host.waiting]
+    waiting = [task.request_id for task in server.manager.waiting]
     server.compute()
     return {task.request_id: task.prefill_end_index - task.prefill_start_index for task in batch}, waiting
 
@@ -53,7 +53,7 @@ def test_others_pass_a_follower_and_it_is_next():
 )
 def test_who_would_take_what_the_follower_needs_stays_behind_it(device, budget, seats, speculative):
     server = server_of(device, budget=budget, seats=seats)
-    server.host.config.speculative_config.num_speculative_tokens = speculative
+    server.manager.config.speculative_config.num_speculative_tokens = speculative
     for name, prompt in (("leader", NINE), ("follower", NINE), ("other", range(50, 59)), ("last", range(80, 89))):
         server.add(name, prompt, 1)
     expected = {"leader": 9}, ["follower", "other", "last"]
@@ -110,7 +110,7 @@ def test_followers_survive_a_schedule_that_raises():
     server.add("other", range(50, 59))
     server.raises_at = 1
     server.schedule("lost in schedule")
-    assert [task.request_id for task in server.host.waiting] == ["one", "two", "other"]
+    assert [task.request_id for task in server.manager.waiting] == ["one", "two", "other"]
     assert server.is_idle
 
 

@@ -28,27 +28,27 @@ def test_a_lost_request_that_had_no_seat_yet_waits_in_front():
     server = Server(24)
     task = server.add("a", [1] * 12)
     server.schedule("lost before put")
-    server.host.tasks_list[task.idx], server.host.stop_flags[task.idx], task.idx = None, True, None
+    server.manager.tasks_list[task.idx], server.manager.stop_flags[task.idx], task.idx = None, True, None
     server.add("late", [2] * 4)
-    server.cache.transit.recover(server.host)
-    assert (server.host.waiting[0].request_id, task.status) == ("a", Status.WAITING)
+    server.cache.transit.recover(server.manager)
+    assert (server.manager.waiting[0].request_id, task.status) == ("a", Status.WAITING)
     assert server.is_idle
 
 
 @pytest.mark.parametrize("are_back", [False, True])
 def test_requests_that_a_schedule_had_passed_over_when_it_raised_wait_once(are_back):
-    host = Server(24).host
-    host.waiting.extend(FakeTask(name, [1] * 4) for name in "abc")
+    manager = Server(24).manager
+    manager.waiting.extend(FakeTask(name, [1] * 4) for name in "abc")
 
     def schedule():
-        scheduled_reqs, skip_requests = [], [host.waiting.popleft(), host.waiting.popleft()]
+        scheduled_reqs, skip_requests = [], [manager.waiting.popleft(), manager.waiting.popleft()]
         if are_back:
-            host.waiting.extend(skip_requests)
+            manager.waiting.extend(skip_requests)
         raise AssertionError(f"as the host's: {scheduled_reqs}")
 
     with pytest.raises(AssertionError, match="as the host's"):
-        engine_patches.schedule(schedule, host, (), {})
-    assert [task.request_id for task in host.waiting] == (["c", "a", "b"] if are_back else ["a", "b", "c"])
+        engine_patches.schedule(schedule, manager, (), {})
+    assert [task.request_id for task in manager.waiting] == (["c", "a", "b"] if are_back else ["a", "b", "c"])
 
 
 HAS_IT, HAS_OTHER, IS_GONE = range(3)
@@ -68,30 +68,30 @@ HAS_IT, HAS_OTHER, IS_GONE = range(3)
     ],
 )
 def test_a_lost_task_is_told_again_as_long_as_its_request_has_those_blocks(kind, request_is, is_told):
-    host, request = Server(12).host, FakeTask("a", [1] * 4)
+    manager, request = Server(12).manager, FakeTask("a", [1] * 4)
     tables = ([5], [5]) if request_is == HAS_OTHER else ([5],) * 2
     request.block_tables = request.extend_block_tables = tables[0]
     task = SimpleNamespace(
         task_type=SimpleNamespace(name=kind), request_id="a", block_tables=tables[1], extend_block_tables=tables[1]
     )
     if request_is != IS_GONE:
-        host.requests["a"] = request
-    transit = host.cache_manager.transit
-    transit.depart(host, [task])
-    transit.recover(host)
-    assert transit.depart(host, []) == [task] * is_told
+        manager.requests["a"] = request
+    transit = manager.cache_manager.transit
+    transit.depart(manager, [task])
+    transit.recover(manager)
+    assert transit.depart(manager, []) == [task] * is_told
 
 
 def test_a_lost_batch_takes_an_aborted_request_that_schedule_had_not_taken_out_yet():
-    host, aborted = Server(24).host, FakeTask("a", [1] * 8)
-    host.running, aborted.status = [aborted], Status.PREEMPTED
-    host.to_be_aborted_req_id_set.add("a")
-    transit = host.cache_manager.transit
-    transit.depart(host, [task := Control(Kind.ABORT, aborted)])
-    transit.recover(host)
-    assert host.running == []
-    host.requests["a"] = aborted
-    assert transit.depart(host, []) == [task]
+    manager, aborted = Server(24).manager, FakeTask("a", [1] * 8)
+    manager.running, aborted.status = [aborted], Status.PREEMPTED
+    manager.to_be_aborted_req_id_set.add("a")
+    transit = manager.cache_manager.transit
+    transit.depart(manager, [task := Control(Kind.ABORT, aborted)])
+    transit.recover(manager)
+    assert manager.running == []
+    manager.requests["a"] = aborted
+    assert transit.depart(manager, []) == [task]
 
 
 # ---- what FastDeploy drops itself
@@ -107,12 +107,12 @@ def test_what_fastdeploy_clears_is_never_found():
     server.schedule()
     server.host.queue.batch = None
     server.host.worker.drop_rows()
-    engine = SimpleNamespace(resource_manager=server.host)
+    engine = SimpleNamespace(resource_manager=server.manager)
     assert engine_patches.clear_data(lambda: True, engine, (), {}) is True
     assert len(server.cache.held_back) == 0, "the second of one id had waited"
     server.cache.check()
-    server.host.finish(task)
-    server.host.waiting.clear()
+    server.manager.finish_requests("a")
+    server.manager.waiting.clear()
     server.clients.requests.clear()
     assert server.serve([1] * 24, [1] * 24) == [0, 20]
 
@@ -123,16 +123,16 @@ def test_what_fastdeploy_clears_is_never_found():
 def test_a_request_that_a_lost_batch_begins_leaves_a_decode_server_and_its_client_is_told():
     """FastDeploy answers when it sends the task. Computed here it would be without a client."""
     server = Server(24)
-    host, server.cache.preempted_leave = server.host, True
+    manager, server.cache.preempted_leave = server.manager, True
     other = server.add("b", [2] * 8, 50)
     server.step()
     first = server.add("a", [1] * 8)
     server.schedule("lost in put")
     seat = first.idx
     assert (Kind.PREEMPTED, "a") in kinds(server.schedule())
-    assert (host.running, list(host.requests), host.req_dict) == ([other], ["b"], {"b": other.idx})
-    assert (host.tasks_list[seat], host.stop_flags[seat], first.block_tables) == (None, True, [])
-    assert (host.to_be_rescheduled_request_id_set, list(host.waiting)) == (set(), [])
+    assert (manager.running, list(manager.requests), manager.req_dict) == ([other], ["b"], {"b": other.idx})
+    assert (manager.tasks_list[seat], manager.stop_flags[seat], first.block_tables) == (None, True, [])
+    assert (manager.to_be_rescheduled_request_id_set, list(manager.waiting)) == (set(), [])
 
 
 # ---- two requests of one id
@@ -147,8 +147,8 @@ def test_a_request_waits_while_another_one_has_its_id(caplog):
     assert "request x waits: a live request has the same id" in caplog.text
     assert len(server.cache.held_back) == 2
     for task in tasks:
-        assert server.host.requests["x"] is task
-        while server.host.requests.get("x") is task:
+        assert server.manager.requests["x"] is task
+        while server.manager.requests.get("x") is task:
             server.step()
         server.step()
     assert server.is_idle
@@ -157,11 +157,11 @@ def test_a_request_waits_while_another_one_has_its_id(caplog):
 
 def test_an_id_is_free_that_the_host_forgot_to_forget_and_of_no_abortion_on_its_way():
     """2.5 keeps an abortion there when its request ends first. While that one lives it stays: it is not confirmed."""
-    host = (server := Server(24)).host
-    host.to_be_aborted_req_id_set.update("xy")
+    manager = (server := Server(24)).manager
+    manager.to_be_aborted_req_id_set.update("xy")
     for name in "xz":
-        host.requests[name] = FakeTask(name, [1])  # z ended with an error, before it was scheduled
+        manager.requests[name] = FakeTask(name, [1])  # z ended with an error, before it was scheduled
     for name in "xyz":
         server.add(name, [2])
-    assert host.to_be_aborted_req_id_set == {"x"}
-    assert [task.request_id for task in host.waiting] == ["y", "z"]
+    assert manager.to_be_aborted_req_id_set == {"x"}
+    assert [task.request_id for task in manager.waiting] == ["y", "z"]

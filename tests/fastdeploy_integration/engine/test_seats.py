@@ -31,37 +31,37 @@ def test_a_new_request_is_matched_and_started_only_when_there_is_a_seat(
     assert seats.blocks_to_start(lambda each, blocks: blocks, manager, (request, 4), {}) == (4 if matched else 10)
 
 
-def host_of(*names, num_seats, role="mixed"):
+def manager_of(*names, num_seats, role="mixed"):
     """Of which these wait, preempted, each in its seat."""
-    host = Server(seats=num_seats).host
-    host.config.scheduler_config.splitwise_role = role
+    manager = Server(seats=num_seats).manager
+    manager.config.scheduler_config.splitwise_role = role
     for idx, name in enumerate(names):
         request = FakeTask(name, [1] * 20)
         request.status, request.output_token_ids, request.idx = Status.PREEMPTED, [7, 8], idx
-        host.waiting.append(request)
-        host.tasks_list[idx], host.stop_flags[idx], host.req_dict[name] = request, False, idx
-    return host
+        manager.waiting.append(request)
+        manager.tasks_list[idx], manager.stop_flags[idx], manager.req_dict[name] = request, False, idx
+    return manager
 
 
-def seen(host):
-    waiting = [(each.request_id, each.status, each.idx) for each in host.waiting]
-    return waiting, [*host.stop_flags], {**host.req_dict}
+def seen(manager):
+    waiting = [(each.request_id, each.status, each.idx) for each in manager.waiting]
+    return waiting, [*manager.stop_flags], {**manager.req_dict}
 
 
 def test_when_preempted_requests_wait_in_all_seats_one_of_them_starts_as_a_new_one():
-    host = host_of("a", "b", num_seats=2)
-    seats.let_one_start(host)
+    manager = manager_of("a", "b", num_seats=2)
+    seats.let_one_start(manager)
     waiting = [("a", Status.PREEMPTED, 0), ("b", Status.WAITING, None)]
-    assert seen(host) == (waiting, [False, True], {"a": 0})
-    assert host.tasks_list == [host.waiting[0], None]
-    assert host.waiting[1].need_prefill_tokens == 22, "with the tokens that it has generated"
+    assert seen(manager) == (waiting, [False, True], {"a": 0})
+    assert manager.tasks_list == [manager.waiting[0], None]
+    assert manager.waiting[1].need_prefill_tokens == 22, "with the tokens that it has generated"
 
 
 def test_on_a_prefill_server_it_keeps_the_seat_that_its_request_has_from_the_beginning():
-    host = host_of("a", num_seats=1, role="prefill")
-    seats.let_one_start(host)
-    assert seen(host) == ([("a", Status.WAITING, 0)], [False], {"a": 0})
-    assert host.tasks_list == [host.waiting[0]]
+    manager = manager_of("a", num_seats=1, role="prefill")
+    seats.let_one_start(manager)
+    assert seen(manager) == ([("a", Status.WAITING, 0)], [False], {"a": 0})
+    assert manager.tasks_list == [manager.waiting[0]]
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_on_a_prefill_server_it_keeps_the_seat_that_its_request_has_from_the_beg
     ids=["a free seat", "one runs", "one is not yet preempted", "one is about to leave"],
 )
 def test_what_comes_to_an_end_by_itself_is_left_alone(num_seats, others):
-    host = host_of("a", "b", num_seats=num_seats)
-    vars(host).update(others)
-    before = seen(host)
-    seats.let_one_start(host)
-    assert seen(host) == before
+    manager = manager_of("a", "b", num_seats=num_seats)
+    vars(manager).update(others)
+    before = seen(manager)
+    seats.let_one_start(manager)
+    assert seen(manager) == before
 
 
 def test_one_may_start_before_each_schedule(monkeypatch):
-    host, steps = host_of("a", num_seats=1), []
+    manager, steps = manager_of("a", num_seats=1), []
     monkeypatch.setattr(seats, "schedule", lambda *given: steps.append(given[1].waiting[0].status) or "scheduled")
-    assert seats.schedule_with_a_seat(None, host, (), {}) == "scheduled"
+    assert seats.schedule_with_a_seat(None, manager, (), {}) == "scheduled"
     assert steps == [Status.WAITING]

@@ -35,7 +35,7 @@ def answered(server, steps=8):
     for _ in range(steps):
         answer(server)
         server.step()
-        server.cache.storage.release(server.host)
+        server.cache.storage.release(server.manager)
 
 
 def stored(server):
@@ -57,7 +57,7 @@ def test_a_request_waits_for_its_stored_prefix_while_others_are_served_and_start
     task, counters = server.add("again", TOKENS, 2), server.cache.storage.tier.counters
     other = server.add("other", [7] * 2, 1)
     server.step()
-    assert (list(server.host.requests), other.prefill_end_index) == ([], 2)
+    assert (list(server.manager.requests), other.prefill_end_index) == ([], 2)
     answered(server)
     assert (task.prefill_start_index, counters.load.blocks) == (16, 4)
     assert (server.clients.num_ended, counters.late_requests) == ({"finished": 5}, 0)
@@ -83,7 +83,7 @@ def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(monkeypat
 
     monkeypatch.setattr(adapter, "TaskTokens", slow_tokens)
     tasks = [FakeTask("same", TOKENS), FakeTask("same", TOKENS)]
-    threads = [threading.Thread(target=server.host.add_request, args=(task,)) for task in tasks]
+    threads = [threading.Thread(target=server.manager.add_request, args=(task,)) for task in tasks]
     threads[0].start()
     assert is_hashing.wait(30)
     threads[1].start()

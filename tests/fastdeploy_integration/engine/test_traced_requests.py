@@ -57,7 +57,7 @@ def test_a_request_that_is_aborted_while_it_is_preempted_ends_with_the_abortion(
     server = recorded(40)
     task = server.add("a", [1] * 10, 50)
     server.step()
-    server.host._trigger_abort(task, batch := [])
+    server.manager.trigger_abort(task, batch := [])
     assert server.cache.traced._recorder.num_lines == 0, "FastDeploy says the same of preempted ones"
     server.cache.send_swaps(batch)
     assert lengths(server) == [(10, 1)]

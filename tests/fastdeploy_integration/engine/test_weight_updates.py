@@ -144,7 +144,7 @@ def test_a_batch_travels_as_a_plain_list():
 
 def test_requests_start_again_in_order_of_arrival_and_those_that_have_ended_do_not():
     server = Server(24)
-    host = server.host
+    host = server.manager
     tasks = {name: server.add(name, [1] * 4, 50) for name in "abcd"}
     server.step()
     server.add("late", [1])
