@@ -25,9 +25,11 @@ from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.transfer.rank_messages import TransferNews
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from tests.embedded.random_text import byte_stream
 
+from .chooser import pick
 from .clients import Request
 from .memory import GARBAGE, VOCABULARY, Prefix, Tags, WrongError, next_token
 from .ranks import OWN_NOTHING, Tensors
@@ -70,10 +72,32 @@ class EngineRank(Tensors):
         return replace(result, report=replace(result.report, exposed_wait_s=0.0))  # of a real clock
 
     def _forward(self, slices: Any, caches: Any, before_layer: Any) -> list[Any]:
-        scores = []
-        for each, (_, row, end) in zip(slices, self._compute(slices, before_layer), strict=True):
-            scores.append([self._scores(row, at) for at in range(end + 1 - each.num_logits, end + 1)])
-        return scores
+        tasks = [self._tasks[id(each.block_table)] for each in slices]
+        assert all(task.token_ids for task in tasks), "nothing is computed of a request"
+        work = [(self._row(task), task.start, task.start + len(task.token_ids) + len(task.drafts)) for task in tasks]
+        plan, void = [self._places(*each) for each in work], []
+        self._use(plan)
+        try:
+            for number, layer in enumerate(self.layers):
+                before_layer(number)
+                self.device.compute_stream.submit(self._attend_unless, void, layer, number, plan)
+        except TransferError:
+            void.append("what was submitted reads blocks that did not arrive")
+            raise
+        finally:
+            self.device.compute_stream.submit(self.using.popleft)
+        for row, _, end in work:
+            row.computed = end
+        counts = zip(work, (each.num_logits for each in slices), strict=True)
+        return [[self._scores(row, at) for at in range(end + 1 - count, end + 1)] for (row, _, end), count in counts]
+
+    def _attend_unless(self, void: list[str], layer: Any, number: int, plan: Any) -> None:
+        """It writes in any case: what is computed of garbage is garbage."""
+        if not void:
+            self._attend(layer, number, plan)
+            return
+        for _, places, _, start in plan:
+            layer.reshape(-1)[places[start:]] = GARBAGE
 
     def _guess(self, slices: Any, chosen: Any, caches: Any, before_layer: Any) -> list[Any]:
         """Two guesses of three are right."""
@@ -88,34 +112,6 @@ class EngineRank(Tensors):
 
     def _scores(self, row: Any, end: int) -> Any:
         return np.eye(VOCABULARY + 1, dtype=np.float32)[next_token(row.prefix.chain[end])]
-
-    def _compute(self, slices: Any, before_layer: Any) -> list[tuple[StepTask, Any, int]]:
-        """Of each task: its row, and where it ends."""
-        tasks = [self._tasks[id(each.block_table)] for each in slices]
-        assert all(task.token_ids for task in tasks), "nothing is computed of a request"
-        work = [(task, self._row(task), task.start + len(task.token_ids) + len(task.drafts)) for task in tasks]
-        plan, void = [self._places(row, task.start, end) for task, row, end in work], []
-        self._use(plan)
-        try:
-            for number, layer in enumerate(self.layers):
-                before_layer(number)
-                self.device.compute_stream.submit(self._attend_unless, void, layer, number, plan)
-        except TransferError:
-            void.append("what was submitted reads blocks that did not arrive")
-            raise
-        finally:
-            self.device.compute_stream.submit(self.using.popleft)
-        for _, row, end in work:
-            row.computed = end
-        return work
-
-    def _attend_unless(self, void: list[str], layer: Any, number: int, plan: Any) -> None:
-        """It writes in any case: what is computed of garbage is garbage."""
-        if not void:
-            self._attend(layer, number, plan)
-            return
-        for _, places, _, start in plan:
-            layer.reshape(-1)[places[start:]] = GARBAGE
 
     def _row(self, task: StepTask) -> Any:
         row, generation = self._rows.get(task.request_id), self.generations[task.request_id]
@@ -152,6 +148,11 @@ class Engine:
         self.scheduler = self.core.scheduler
         self._answer: tuple[BatchRequest, StepResult] | None = None
         self._has_ended = False
+        self.peers: Any = None
+        """Between it and another engine: blocks that one of them reads."""
+        self.news: list[tuple[int, TransferNews]] = []
+        """By rank, each in order."""
+        self.parts = ("step", "take", "run_device", "answer", "report")
 
     def generation(self, name: str, request: Request, sink: Any, *, max_tokens: int, **options: Any) -> Generation:
         salt, access = request.salt or "", CacheAccess(request.reads, request.writes)
@@ -170,8 +171,6 @@ class Engine:
     def events(self) -> list[Any]:
         return [(0.3, self.reset), (40, self.turn), (20, self.run_device)]
 
-    parts = ("step", "take", "run_device", "answer", "report")
-
     def turn(self, rng: random.Random) -> None:
         """Some of what it does, in the order of a step, up to three times."""
         for part in self.parts * rng.randrange(1, 4):
@@ -187,7 +186,9 @@ class Engine:
             return
         (batch, self.rank.generations), self._has_ended = self._sent.pop(), False
         self.world.log("batch", *(f"{task.request_id}@{task.start}+{len(task.token_ids)}" for task in batch.requests))
-        self.handle(batch.transfers)
+        for command in batch.transfers:
+            self.world.log(type(command).__name__, command[0])
+            self.peers.handle(command)
         self._answer = batch, self.rank.run(batch)
 
         def end() -> None:
@@ -195,18 +196,12 @@ class Engine:
 
         self.rank.device.compute_stream.submit(end)
 
-    def handle(self, commands: Any) -> None:
-        """Of peers; there are none."""
-        assert not commands
-
     def answer(self, rng: random.Random) -> None:
         if self._answer is not None and self._has_ended:
             (batch, result), self._answer = self._answer, None
-            self.computed(batch, result)
+            if self.peers is not None:
+                self.peers.computed(self, batch, result)
             self.core.on_step_result(result)
-
-    def computed(self, batch: BatchRequest, result: StepResult) -> None:
-        """A pass has ended on the device."""
 
     def report(self, rng: random.Random) -> None:
         """An idle worker tells of its copies."""
@@ -217,6 +212,13 @@ class Engine:
         ):
             self.core.on_report(replace(self.rank.runner.take_report(), exposed_wait_s=0.0))
 
+    def tell_news(self, rng: random.Random) -> None:
+        chosen = pick(self.news, rng.random())
+        if chosen is not None:
+            news = next(each for each in self.news if each[0] == chosen[0])
+            self.news.remove(news)
+            self.core.on_transfer_news(news[1], news[0])
+
     def run_device(self, rng: random.Random) -> None:
         self.rank.device.run_some(rng, rng.choice([4, 40, 200]))
 
@@ -225,7 +227,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        is_still = not self._sent and self._answer is None and not self.rank.runner.has_open_copies
+        is_still = not (self._sent or self._answer or self.news or self.rank.runner.has_open_copies)
         return is_still and self.core.is_idle and self.core.peers.is_idle and self.rank.device.is_idle
 
 
@@ -244,10 +246,7 @@ class EmbeddedHost:
     def name(self, request: Request) -> str:
         return request.request_id
 
-    def add(self, request: Request) -> None:
-        self._submit(request)
-
-    def _submit(self, request: Request, prefill_url: str | None = None) -> None:
+    def add(self, request: Request, prefill_url: str | None = None) -> None:
         generation = self.engine.generation(self.name(request), request, self._hear, max_tokens=request.max_tokens)
         generation.prefill_url = prefill_url
         self.engine.core.submit(generation)

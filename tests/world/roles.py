@@ -59,9 +59,9 @@ class Between:
             CancelFetch: lambda each: self.end_fetch(each.request_id, each.reason),
         }[type(command)](command)
 
-    def note_complete(self, batch: BatchRequest, result: StepResult) -> None:
-        """The prefill server has computed this."""
-        for task in batch.requests:
+    def computed(self, by: Any, batch: BatchRequest, result: StepResult) -> None:
+        """A pass has ended."""
+        for task in batch.requests if by is self.prefill else ():
             lease = self.leases.get(task.request_id)
             is_whole = lease is not None and task.start + len(task.token_ids) == lease.num_tokens
             if is_whole and task.request_id not in result.retry:
@@ -147,59 +147,27 @@ class Between:
                 yield each
 
 
-class Peer(Engine):
-    """An engine whose worker reads from, or is read by, another one."""
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.news: list[tuple[int, TransferNews]] = []
-        """By rank, each in order."""
-        self.roles: Any = None
-
-    def handle(self, commands: Any) -> None:
-        for command in commands:
-            self.world.log(type(command).__name__, command[0])
-            self.roles.handle(command)
-
-    def computed(self, batch: BatchRequest, result: StepResult) -> None:
-        if self is self.roles.prefill:
-            self.roles.note_complete(batch, result)
-
-    parts = (*Engine.parts, "tell_news")
-
-    def tell_news(self, rng: random.Random) -> None:
-        chosen = pick(self.news, rng.random())
-        if chosen is not None:
-            news = next(each for each in self.news if each[0] == chosen[0])
-            self.news.remove(news)
-            self.core.on_transfer_news(news[1], news[0])
-
-    @property
-    def is_idle(self) -> bool:
-        return super().is_idle and not self.news
-
-
 class Roles(EmbeddedHost, Between):
     """`engine` is the decode server. It asks the prefill server for most prompts."""
 
-    def __init__(self, world: Any, prefill: Peer, decode: Peer, num_ranks: int) -> None:
+    def __init__(self, world: Any, prefill: Engine, decode: Engine, num_ranks: int) -> None:
         """`num_ranks`: of each, which report for themselves."""
         EmbeddedHost.__init__(self, world, decode)
         Between.__init__(self, prefill, decode, num_ranks)
-        prefill.roles = decode.roles = self
         self._asked: dict[str, tuple[PrefillJob, Request]] = {}
         """Jobs on their way."""
         self._awaited: dict[str, list[Any]] = {}
         """By job that has arrived: events of the prefill server."""
         self._dropped: set[str] = set()
-        for rank in (prefill.rank, decode.rank):
-            rank.marks_own = False  # what one of them marks the other one reads
+        for engine in (prefill, decode):
+            engine.peers, engine.parts = self, (*engine.parts, "tell_news")
+            engine.rank.marks_own = False  # what one of them marks the other one reads
 
     def name(self, request: Request) -> str:
         return f"{request.request_id}.{request.uid}"
 
-    def add(self, request: Request) -> None:
-        self._submit(request, URL if len(request.prompt) % 5 else None)
+    def add(self, request: Request, prefill_url: str | None = None) -> None:
+        super().add(request, URL if len(request.prompt) % 5 else None)
 
     @property
     def events(self) -> list[Any]:

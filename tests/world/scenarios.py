@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTie
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from tests.storage.values import namespace
 
 from .clients import Clients
 from .embedded_host import EmbeddedHost, Engine, EngineRank
@@ -26,8 +28,8 @@ from .fastdeploy_host import LEAST_BLOCKS, FastDeployHost
 from .ranks import Rank, Worker
 from .reports import Reports
 from .resource_manager import EngineCache, ResourceManager
-from .roles import HERE, Peer, Roles
-from .store import Index, RankMemory, Store, TokenStore, namespace
+from .roles import HERE, Roles
+from .store import Index, RankMemory, Store, TokenStore
 from .streams import VirtualDevice
 from .weight_updates import Updater
 
@@ -66,19 +68,21 @@ def fastdeploy(
 def make_worker(
     world: Any, reports: Reports, memories: Sequence[Any], kind: type[Worker] = Worker, **sizes: int
 ) -> Worker:
-    copies = world.chooser.source("copies")
-
-    def copy_fails(stream: str) -> bool:
-        return stream == "kv-output" and world.faults.strike("copy to host fails", copies)
-
+    copies = failing(world, "", {"kv-output": "host"})
     ranks = [
         Rank(
-            number, VirtualDevice(world.clock, copy_fails), tags=world.tags, tell=reports.tell, storage=memory,
+            number, VirtualDevice(world.clock, copies), tags=world.tags, tell=reports.tell, storage=memory,
             clock=world.clock, **sizes,
         )
         for number, memory in enumerate(memories)
     ]  # fmt: skip
     return kind(ranks, world.root)
+
+
+def failing(world: Any, of: str, streams: dict[str, str]) -> Callable[[str], bool]:
+    """Whether a copy of a stream fails: of these, which have a direction."""
+    rng = world.chooser.source(f"{of}copies")
+    return lambda stream: stream in streams and world.faults.strike(f"copy to {streams[stream]} fails", rng)
 
 
 def updating(world: Any, rng: random.Random, *, make: Callable[..., None], **options: Any) -> None:
@@ -124,7 +128,7 @@ def embedded(world: Any, rng: random.Random, *, backend: str = "", has_roles: bo
     settings = TransferSettings(secret=bytes(16), silence_s=patience, wait_s=patience)
     ranks, values = world.size("ranks", rng.choice([1, 1, 3])), {}
     remote = RemotePrefills(asker, [HERE] * ranks, settings, block_size=block_size, vocab_size=264, clock=world.clock)
-    both = {"kind": Peer, "backend": backend, "seats": seats, "budget": budget, "values": values}
+    both = {"backend": backend, "seats": seats, "budget": budget, "values": values}
     decode = make_engine(world, rng, "", block_size, remote=remote, **both)
     prefill = make_engine(world, rng, "prefill ", block_size, offered=OfferedPrefills(ranks), **both)
     world.host = Roles(world, prefill, decode, ranks)
@@ -132,37 +136,33 @@ def embedded(world: Any, rng: random.Random, *, backend: str = "", has_roles: bo
 
 
 def make_engine(
-    world: Any, rng: random.Random, of: str, block_size: int, *, kind: type[Engine] = Engine, backend: str = "",
-    values: Any = None, **options: Any,
-) -> Engine:  # fmt: skip
+    world: Any, rng: random.Random, of: str, block_size: int, *, backend: str = "", values: Any = None, **options: Any
+) -> Engine:
     device = world.size(f"{of}device", rng.randrange(16, 28), LEAST_BLOCKS)
     host = world.size(f"{of}host", rng.choice([8, 20, 60] if backend == "file" else [0, 8, 20, 60]), 0)
     policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
-    shared = rng.choice([0, block_size, 256])
-    settings = StorageSettings(
-        backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1,
-        flush_only=backend == "attention_store" and rng.random() < 0.3,
-    ) if backend else None  # fmt: skip
+    shared, flush_only, memory, store = rng.choice([0, block_size, 256]), False, None, None
+    if backend:
+        settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
+        flush_only = backend == "attention_store" and rng.random() < 0.3
+        settings = replace(settings, flush_only=flush_only)
+        memory = RankMemory(on_device=settings.uses_device_tier)
     config = KVCacheConfig(
         device, host, block_size, policy, threshold, shared_prefill_tokens=shared,
-        max_queued_events=10**6 if settings is not None and settings.flush_only else 0,
+        max_queued_events=10**6 if flush_only else 0,
     )  # fmt: skip
-    manager, copies = CacheManager(config), world.chooser.source(f"{of}copies")
-
-    def copy_fails(stream: str) -> bool:
-        direction = {"kv-output": "host", "kv-input": "device"}.get(stream)
-        return direction is not None and world.faults.strike(f"copy to {direction} fails", copies)
-
-    memory = None if settings is None else RankMemory(on_device=settings.uses_device_tier)
+    manager = CacheManager(config)
+    copies = failing(world, of, {"kv-output": "host", "kv-input": "device"})
     rank = EngineRank(
-        VirtualDevice(world.clock, copy_fails), blocks=device, host_blocks=host, block_size=block_size,
+        VirtualDevice(world.clock, copies), blocks=device, host_blocks=host, block_size=block_size,
         tags=world.tags, memory=memory, drafts=bool(world.size(f"{of}drafts", rng.choice([0, 1]), 0)),
     )  # fmt: skip
-    store = None if settings is None else make_store(world, settings, [memory], manager, namespace())
-    tier = None if store is None else store.tier
-    engine = kind(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0, 100.0]), **options)
-    if store is not None:
+    if backend:
+        store = make_store(world, settings, [memory], manager, namespace())
         store.namespace, store.values = namespace().digest, store.values if values is None else values
+    tier = None if store is None else store.tier
+    engine = Engine(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0, 100.0]), **options)
+    if store is not None:
         store.listen(engine.core.on_storage)
     return engine
 

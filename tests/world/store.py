@@ -6,20 +6,19 @@ answered in order, those of different kinds in any. A call that failed goes on w
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
-from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
-from fastdeploy_kvcache_v1.storage.namespace import Namespace
+from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreDone, UseNamespace
 
 from .chooser import pick
 from .memory import GARBAGE, WrongError
@@ -31,12 +30,18 @@ Value = list[Any]
 """By rank."""
 
 
-def namespace() -> Namespace:
-    layout = CacheLayout(2, (RoleSpec("key", (2, 4, 8), "float32"),))
-    return Namespace(
-        model="m", weight_epoch="0", layout=layout, block_size=4, tensor_parallel_size=1, implementation="world",
-        hash_version="1",
-    )  # fmt: skip
+class Call(NamedTuple):
+    """A command in the words of every store."""
+
+    kind: str
+    name: str
+    path: Sequence[Hashable]
+    """Names of blocks, with the namespace."""
+    first: int = 0
+    """It is about the blocks from here on."""
+    slots: Sequence[int] = ()
+    exists: bool | None = None
+    """Of a statement."""
 
 
 class RankMemory(RankStorage):
@@ -56,9 +61,10 @@ class RankMemory(RankStorage):
     def read(self, slot: int) -> Any:
         return np.stack(self._rows(slot))
 
-    def fill(self, slot: int, value: Any) -> None:
+    def fill(self, slot: int, value: Any = None) -> None:
+        """With garbage, unless there is a value."""
         for number, row in enumerate(self._rows(slot)):
-            row[:] = GARBAGE if np.isscalar(value) else value[number]
+            row[:] = GARBAGE if value is None else value[number]
 
     def _rows(self, slot: int) -> Sequence[Any]:
         """What it holds, part by part."""
@@ -76,15 +82,17 @@ class Store:
     is_ready = True
     tier: Any = None
     """At the engine, which is idle when no slot is lent to the store."""
+    goes_on = False
+    """Whether a failed call may go on."""
 
     def __init__(self, world: Any, memories: Sequence[RankMemory]) -> None:
         self._world, self._memories, self.num_ranks = world, memories, len(memories)
         self.namespace = ""
         self.values: dict[Hashable, Value] = {}
-        self.index: set[tuple[int, ...]] = set()
+        self.calls: dict[str, deque[Call]] = {kind: deque() for kind in ("query", "load", "store", "state")}
+        """That wait for their answer, by kind."""
+        self.index: set[Hashable] = set()
         """Paths of blocks that the server says it has."""
-        self.kinds: list[deque[Any]] = [deque() for _ in range(4)]
-        """Questions, loads, stores and statements that wait for their answer."""
         self._late: list[tuple[float, Sequence[int], list[Value] | None]] = []
         """Calls that failed and go on for so long: they read these values from the slots, or fill them."""
         self._listener: Callable[[Any], None] = print
@@ -97,28 +105,29 @@ class Store:
     def close(self) -> None:
         pass
 
-    def query(self, query_id: str, hashes: Sequence[Hashable]) -> None:
-        self.kinds[0].append((self.namespace, query_id, tuple(hashes)))
-
     def commit(self, hashes: Sequence[Hashable]) -> None:
         """Blocks of this world are stored by all ranks at once."""
 
-    def touch(self, hashes: Sequence[Hashable]) -> None:
-        pass
+    touch = commit
+
+    def query(self, query_id: str, hashes: Sequence[Hashable]) -> None:
+        self._begin(Call("query", query_id, self._named(hashes)))
 
     def send(self, command: Any) -> None:
         if isinstance(command, UseNamespace):
             self.namespace = command.namespace.digest
         else:
-            self.kinds[self._kind(command)].append((self.namespace, command))
-            self._begin(command)
+            self._begin(self._call(command))
 
-    def _begin(self, command: Any) -> None:
-        """Its slots may be read or filled from now on."""
+    def _call(self, command: Any) -> Call:
+        kind, name = ("load", "load_id") if isinstance(command, LoadBlocks) else ("store", "store_id")
+        return Call(kind, getattr(command, name), self._named(command.hashes), slots=command.slots)
 
-    def _kind(self, command: Any) -> int:
-        assert isinstance(command, LoadBlocks | StoreBlocks)
-        return 1 if isinstance(command, LoadBlocks) else 2
+    def _named(self, blocks: Iterable[Hashable]) -> Sequence[Hashable]:
+        return [(self.namespace, each) for each in blocks]
+
+    def _begin(self, call: Call) -> None:
+        self.calls[call.kind].append(call)
 
     # ---- the world's end
 
@@ -128,7 +137,7 @@ class Store:
 
     @property
     def is_idle(self) -> bool:
-        return not any(self.kinds) and (self.tier is None or self.tier.is_idle)
+        return not any(self.calls.values()) and (self.tier is None or self.tier.is_idle)
 
     def check_idle(self) -> None:
         pass
@@ -138,11 +147,10 @@ class Store:
         strike = self._world.faults.strike
         fails, lies, full = (strike(name, rng) for name in ("store fails", "store lies", "store is full"))
         at, cut = rng.random(), rng.random()
-        kind = pick((each for each in range(4) if self.kinds[each]), at)
+        kind = pick((each for each in self.calls if self.calls[each]), at)
         if kind is None:
             return
-        answer = (self._answer_question, self._answer_load, self._answer_store, self._answer_statement)[kind]
-        for each in answer(fails, lies if kind == 1 else full, cut, *self.kinds[kind].popleft()):
+        for each in getattr(self, f"_{kind}")(self.calls[kind].popleft(), fails, lies if kind == "load" else full, cut):
             self._world.log("store", each)
             self._listener(each)
 
@@ -160,149 +168,99 @@ class Store:
             elif not all(_equal(self._read(slot), value) for slot, value in zip(slots, values, strict=True)):
                 raise WrongError(f"slots {slots} changed while the store reads them")
 
+    def _goes_on(self, slots: Sequence[int], values: list[Value] | None) -> float:
+        """Returns for how long."""
+        self._late.append((self._world.clock() + LATE_S, slots, values))
+        return LATE_S
+
     def _read(self, slot: int) -> Value:
         return [memory.read(slot) for memory in self._memories]
 
     def _spoil(self, slots: Sequence[int]) -> None:
-        for memory in self._memories:
-            for slot in slots:
-                memory.fill(slot, GARBAGE)
-
-    def _fill(self, slots: Sequence[int], values: Sequence[Value]) -> None:
-        """All `slots`, with garbage where there is no value."""
-        self._spoil(slots)
-        for slot, value in zip(slots, values, strict=False):
-            for memory, part in zip(self._memories, value, strict=True):
-                memory.fill(slot, part)
-        for memory in self._memories:
-            memory.refilled(slots[: len(values)])
-
-    def _keep(self, name: Hashable, slot: int) -> bool:
-        """Whether it was not there before."""
-        value = self._read(slot)
-        known = self.values.setdefault(name, value)
-        if not _equal(known, value):
-            raise WrongError(f"slot {slot} is stored under the name of another block")
-        return known is value
+        for memory, slot in itertools.product(self._memories, slots):
+            memory.fill(slot)
 
     def _stored(self, names: Sequence[Hashable]) -> list[Value]:
-        found = []
-        for name in names:
-            if name not in self.values:
-                break
-            found.append(self.values[name])
-        return found
+        """As far as all are there."""
+        return [self.values[name] for name in itertools.takewhile(self.values.__contains__, names)]
 
     # ---- answers; `wrong`: of a load its first value lies, of a store there is no room
 
-    def _answer_question(self, fails: bool, _: bool, __: float, space: str, *question: Any) -> list[Any]:
-        name, found = self._found(space, *question)
-        return [QueryDone(name, 0, error="no route to host") if fails else QueryDone(name, found)]
+    def _query(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
+        if fails:
+            return [QueryDone(call.name, 0, error="no route to host")]
+        return [QueryDone(call.name, max(0, len(self._stored(call.path)) - call.first))]
 
-    def _found(self, space: str, name: str, hashes: Any) -> tuple[str, int]:
-        return name, len(self._stored([(space, each) for each in hashes]))
-
-    def _answer_load(self, fails: bool, wrong: bool, cut: float, space: str, command: Any) -> list[Any]:
-        values = self._stored(self._names(space, command))[: len(self._slots(command))]
+    def _load(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
+        if len(self._stored(call.path)) < call.first:
+            wrong, cut = True, 0.0
+        values = self._stored(call.path[call.first :])[: len(call.slots)]
         if fails or wrong:
             values = values[: int(cut * len(values))]
-        self._fill(self._slots(command), values)
-        quiet_after = LATE_S if fails and self._goes_on and cut < 0.7 else 0.0
-        if quiet_after:
-            self._late.append((self._world.clock() + LATE_S, self._slots(command), None))
-        error = "connection reset" if fails else None
-        count = 0 if quiet_after else len(values)
-        load = self._name(command)
-        return [LoadDone(load, rank, count, wrong, 0, 0.01, error, quiet_after) for rank in range(self.num_ranks)]
+        self._spoil(call.slots)
+        for slot, value in zip(call.slots, values, strict=False):
+            for memory, part in zip(self._memories, value, strict=True):
+                memory.fill(slot, part)
+        for memory in self._memories:
+            memory.refilled(call.slots[: len(values)])
+        error, quiet_after, count = "connection reset" if fails else None, 0.0, len(values)
+        if fails and self.goes_on and cut < 0.7:
+            quiet_after, count = self._goes_on(call.slots, None), 0
+        return [LoadDone(call.name, rank, count, wrong, 0, 0.01, error, quiet_after) for rank in range(self.num_ranks)]
 
-    def _answer_store(self, fails: bool, wrong: bool, _: float, space: str, command: Any) -> list[Any]:
-        error = "disk full" if fails or wrong else None
-        slots = self._slots(command)
-        if error is None:
-            for name, slot in zip(self._names(space, command), slots, strict=True):
-                self._keep(name, slot)
-        return [self._store_done(self._name(command), rank, len(slots), error) for rank in range(self.num_ranks)]
+    def _store(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
+        values = [self._read(slot) for slot in call.slots]
+        if fails or wrong:
+            return self._failed(call, values)
+        for name, slot, value in zip(call.path[call.first :], call.slots, values, strict=True):
+            if not _equal(self.values.setdefault(name, value), value):
+                raise WrongError(f"slot {slot} is stored under the name of another block")
+        return [self._done(call, rank) for rank in range(self.num_ranks)]
 
-    def _store_done(self, name: str, rank: int, count: int, error: str | None) -> Any:
-        return StoreDone(name, rank, count, error=error)
+    def _failed(self, call: Call, values: list[Value]) -> list[Any]:
+        return [StoreDone(call.name, rank, len(values), error="disk full") for rank in range(self.num_ranks)]
 
-    def _answer_statement(self, fails: bool, _: bool, __: float, space: str, command: Any) -> list[Any]:
-        raise AssertionError("only an index is told so")
-
-    _goes_on = False
-    """Whether a failed call may go on."""
-
-    def _name(self, command: Any) -> str:
-        return str(command.load_id if isinstance(command, LoadBlocks) else command.store_id)
-
-    def _slots(self, command: Any) -> Sequence[int]:
-        return list(command.slots)
-
-    def _names(self, space: str, command: Any) -> Sequence[Hashable]:
-        return [(space, each) for each in command.hashes]
+    def _done(self, call: Call, rank: int) -> Any:
+        return StoreDone(call.name, rank, len(call.slots))
 
 
 class TokenStore(Store):
     """Names blocks by token ids, reads and fills device slots, and notices one that it is given too early."""
 
-    _goes_on = True
+    goes_on = True
 
-    def _kind(self, command: Any) -> int:
+    def _call(self, command: Any) -> Call:
+        tokens, size = command.token_ids, self._world.host.block_size
+        path = self._named(tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size))
         if isinstance(command, MatchTask):
-            return 0
+            return Call("query", command.task_id, path, command.first_block_idx)
         if isinstance(command, ReadStorageTask):
-            return 1
-        return 2 if command.flush_cache_exists is None else 3
+            return Call("load", command.task_id, path, command.start_read_block_idx, command.gpu_block_ids)
+        exists, first = command.flush_cache_exists, command.start_write_block_idx
+        kind = "store" if exists is None else "state"
+        return Call(kind, command.task_id, path, first, command.gpu_block_ids, exists)
 
-    def _begin(self, command: Any) -> None:
-        if isinstance(command, MatchTask):
-            return
+    def _begin(self, call: Call) -> None:
+        """Its slots may be read or filled from now on."""
+        super()._begin(call)
         for memory in self._memories:
             for read, written in memory.rank.using:
-                used = read if isinstance(command, ReadStorageTask) else written
-                if not used.isdisjoint(self._slots(command)):
-                    raise WrongError(f"a pass still runs in slots that {command} is about")
+                if not (read if call.kind == "load" else written).isdisjoint(call.slots):
+                    raise WrongError(f"a pass still runs in slots that {call} is about")
 
-    def _found(self, space: str, task: MatchTask) -> tuple[str, int]:  # type: ignore[override]
-        return task.task_id, max(0, len(self._stored(self._path(space, task, 0))) - task.first_block_idx)
+    def _failed(self, call: Call, values: list[Value]) -> list[Any]:
+        after = self._goes_on(call.slots, values)
+        return [WriteDone(call.name, rank, 0, error="disk full", quiet_after_s=after) for rank in range(self.num_ranks)]
 
-    def _answer_load(self, fails: bool, wrong: bool, cut: float, space: str, command: Any) -> list[Any]:
-        if len(self._stored(self._path(space, command, 0))) < command.start_read_block_idx:
-            wrong, cut = True, 0.0
-        return super()._answer_load(fails, wrong, cut, space, command)
+    def _done(self, call: Call, rank: int) -> Any:
+        return WriteDone(call.name, rank, len(call.slots), num_stored=len(call.slots))
 
-    def _answer_store(self, fails: bool, wrong: bool, cut: float, space: str, command: Any) -> list[Any]:
-        if not (fails or wrong):
-            return super()._answer_store(fails, wrong, cut, space, command)
-        slots = self._slots(command)
-        self._late.append((self._world.clock() + LATE_S, slots, [self._read(slot) for slot in slots]))
-        return [
-            WriteDone(command.task_id, rank, 0, error="disk full", quiet_after_s=LATE_S)
-            for rank in range(self.num_ranks)
-        ]
-
-    def _answer_statement(self, fails: bool, _: bool, __: float, space: str, command: Any) -> list[Any]:
-        if not fails:
-            about = {path for _, path in self._path(space, command, command.start_write_block_idx)}
-            self.index = self.index | about if command.flush_cache_exists else self.index - about
-        return [FlushDone(command.task_id, 0, 0, error="no route to host" if fails else None)]
-
-    def _store_done(self, name: str, rank: int, count: int, error: str | None) -> Any:
-        return WriteDone(name, rank, count, num_stored=count)
-
-    def _name(self, command: Any) -> str:
-        return str(command.task_id)
-
-    def _slots(self, command: Any) -> Sequence[int]:
-        return list(command.gpu_block_ids)
-
-    def _names(self, space: str, command: Any) -> Sequence[Hashable]:
-        is_read = isinstance(command, ReadStorageTask)
-        return self._path(space, command, command.start_read_block_idx if is_read else command.start_write_block_idx)
-
-    def _path(self, space: str, command: Any, first: int) -> list[tuple[str, tuple[int, ...]]]:
-        tokens, size = command.token_ids, self._world.host.block_size
-        return [(space, tuple(tokens[: size * (at + 1)])) for at in range(first, len(tokens) // size)]
+    def _state(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
+        if fails:
+            return [FlushDone(call.name, 0, 0, error="no route to host")]
+        about = {path for _, path in call.path[call.first :]}
+        self.index = self.index | about if call.exists else self.index - about
+        return [FlushDone(call.name, 0, 0)]
 
 
 class Index(TokenStore):

@@ -12,15 +12,12 @@ from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTie
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.embedded.harness import Harness, expected_outputs
+from tests.storage.values import namespace
 from tests.world import store as world_store
 from tests.world.clock import Clock
 from tests.world.faults import Faults
 
 BLOCK = 4
-
-
-def namespace(epoch="0"):
-    return replace(world_store.namespace(), weight_epoch=epoch)
 
 
 class Told:
@@ -31,7 +28,7 @@ class Told:
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.questions, self.loads, self.stores, self.statements = self.kinds
+        self.questions, self.loads, self.stores, _ = self.calls.values()
         self.touched: list[Any] = []
         self.stated: list[Any] = []
         """What the index took, in order."""
@@ -39,14 +36,12 @@ class Told:
     def touch(self, hashes):
         self.touched.append(list(hashes))
 
-    def _answer_load(self, *given):
-        return [
-            replace(each, seconds=each.num_arrived * self.seconds_per_block) for each in super()._answer_load(*given)
-        ]
+    def _load(self, *given):
+        return [replace(each, seconds=each.num_arrived * self.seconds_per_block) for each in super()._load(*given)]
 
-    def _answer_statement(self, fails, *given):
-        self.stated += [] if fails else [given[-1]]
-        return super()._answer_statement(fails, *given)
+    def _state(self, call, fails, *given):
+        self.stated += [] if fails else [call]
+        return super()._state(call, fails, *given)
 
 
 class HostStore(Told, world_store.Store):
@@ -124,7 +119,7 @@ class StorageServer:
         self.store.answer(self._random)
 
     def answer_question(self):
-        for answer in self.store._answer_question(False, False, 0.0, *self.store.questions.popleft()):
+        for answer in self.store._query(self.store.questions.popleft(), False, False, 0.0):
             self._hear(answer)
 
     def settle(self):

@@ -12,9 +12,9 @@ from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.world.clients import Request
-from tests.world.embedded_host import EngineRank
+from tests.world.embedded_host import Engine, EngineRank
 from tests.world.quiet import UIDS, Quiet
-from tests.world.roles import HERE, Peer, Roles
+from tests.world.roles import HERE, Roles
 from tests.world.streams import AtOnce
 
 BLOCK = 4
@@ -38,7 +38,7 @@ class Peers(Quiet):
     def _server(self, blocks, budget, **role):
         rank = EngineRank(AtOnce(self.clock), blocks=blocks, host_blocks=0, block_size=BLOCK, tags=self.tags)
         manager = CacheManager(KVCacheConfig(blocks, block_size=BLOCK))
-        return Peer(self, manager, rank, seats=8, budget=budget, **role)
+        return Engine(self, manager, rank, seats=8, budget=budget, **role)
 
     def random(self):
         return 0.0

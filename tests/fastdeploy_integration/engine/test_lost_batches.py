@@ -99,7 +99,7 @@ def test_a_lost_batch_takes_an_aborted_request_that_schedule_had_not_taken_out_y
 
 def test_what_fastdeploy_clears_is_never_found():
     server = Server(8, 40, budget=4, write_policy="write_through")
-    task = server.add("a", [1] * 24)
+    server.add("a", [1] * 24)
     for _ in range(3):
         server.step()
     for number in range(2):
