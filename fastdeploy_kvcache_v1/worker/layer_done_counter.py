@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, TransferError
 from .runtime import Event, Stream
 from .runtime.base import describe
 from .slot_set import SlotSet
-
-
-class WaitMeter:
-    """Seconds the computing thread stood still for copies, since the last report."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
 
 
 class LayerDoneCounter:
@@ -28,14 +20,15 @@ class LayerDoneCounter:
 
     def __init__(
         self,
+        num_layers: int,
         swap_in: Sequence[Event],
         compute_stream: Stream,
         target_slots: SlotSet = SlotSet(),  # noqa: B008  immutable
         *,
         timeout_s: float,
-        meter: WaitMeter,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        self.num_layers = num_layers
         self.target_slots = target_slots
         """Device slots that the swap-in fills."""
         self.evictions: Sequence[Sequence[Event]] = ()
@@ -43,13 +36,8 @@ class LayerDoneCounter:
         self._swap_in = tuple(swap_in)
         self._compute = compute_stream
         self._timeout_s = timeout_s
-        self._meter = meter
         self._on_failure = on_failure
         self._given_up: str | None = None
-
-    @property
-    def num_layers(self) -> int:
-        return len((self._swap_in, *self.evictions)[-1])
 
     @property
     def num_layers_done(self) -> int:
@@ -66,14 +54,10 @@ class LayerDoneCounter:
         if not 0 <= layer < self.num_layers:
             raise CacheStateError(f"layer {layer} is not in [0, {self.num_layers})")
         limit = self._timeout_s if timeout is None else timeout
-        start = time.perf_counter()
-        try:
-            for layer_events in self.evictions:
-                self._compute.wait_event(layer_events[layer], timeout=limit)
-            if self._swap_in:
-                self._wait_for_swap_in(layer, limit)
-        finally:
-            self._meter.seconds += time.perf_counter() - start
+        for layer_events in self.evictions:
+            self._compute.wait_event(layer_events[layer], timeout=limit)
+        if self._swap_in:
+            self._wait_for_swap_in(layer, limit)
 
     def _wait_for_swap_in(self, layer: int, limit: float) -> None:
         if self._given_up is not None:

@@ -13,18 +13,13 @@ from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep, 
 from . import ops
 from .hazards import Actor, Dependency, Hazard, HazardTable
 from .host_pool import HostPool
-from .layer_done_counter import LayerDoneCounter, WaitMeter
+from .layer_done_counter import LayerDoneCounter
 from .ops import CopyRuns, LayerRows
-from .ops.copies import Copies
 from .runtime import Event, Runtime, Stream
 from .slot_set import SlotSet
 from .transfer_record import Transfer
 
 logger = logging.getLogger(__name__)
-
-
-_Slots = tuple[SlotSet, SlotSet]
-"""Sources and targets of a copy."""
 
 
 class CacheTransferManager:
@@ -55,11 +50,11 @@ class CacheTransferManager:
         self._device_layers = tuple(device_layers)
         self._copies = runtime.new_copies(device_layers, host.layers) if host.num_blocks else None
         self._streams: dict[Actor, Stream] = {}
-        self._unreported: list[Transfer] = []
-        self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
+        self._transfers: list[Transfer] = []
+        """Those that are not reported, and those that were reported as given up and are still running."""
         self._refilled: deque[tuple[CacheLevel, Sequence[int]]] = deque()
         """Device slots that were filled from outside since the tables were last asked."""
-        self._meter = WaitMeter()
+        self._waited_s = 0.0
         self._last_step = -1
         self._filled = self.after_compute((), None)
         """End of the fill of the tensors, which the compute stream may still be at: a write of every device slot."""
@@ -86,9 +81,11 @@ class CacheTransferManager:
                 soon |= runs.targets
         for metadata, runs in planned:
             if metadata.kind == SWAP_IN:
-                counter = self._swap_in(step.step, metadata, runs)
+                counter = self._counter_of(self._copy(Actor.INPUT, step.step, metadata, runs, by_layer=True))
             else:
-                self._evict(step.step, metadata, runs, soon)
+                sources = SlotSet.of(runs.sources)
+                by_layer = not sources.isdisjoint(soon)
+                self._copy(Actor.OUTPUT, step.step, metadata, runs, by_layer=by_layer)
         return counter
 
     def _plan(self, metadata: CacheSwapMetadata) -> CopyRuns:
@@ -101,87 +98,59 @@ class CacheTransferManager:
             num_targets=self._hazards[metadata.target].num_slots,
         )
 
-    def _evict(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, overwritten: SlotSet) -> None:
-        """All layers in one call, or one by one where something waits to write them."""
-        actor, sources = Actor.OUTPUT, SlotSet.of(runs.sources)
-        slots = sources, SlotSet.of(runs.targets)
-        stream, _ = self._begin(actor, metadata, slots)
-        copies = self._copies_between_tiers
-        started = stream.record_event(timed=True)
-        layer_events: list[Event] = []
-        if sources.isdisjoint(overwritten):
-            stream.submit(partial(copies.all_layers, stream, runs, to_device=False))
-        else:
-            for layer in range(len(self._device_layers)):
-                stream.submit(partial(copies.layer, stream, layer, runs, to_device=False))
-                layer_events.append(stream.record_event())
-        transfer = self._track(actor, step, metadata, slots, started, stream.record_event(timed=True))
-        transfer.layer_events = tuple(layer_events)
-
-    def _swap_in(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns) -> LayerDoneCounter:
-        """One call and one event per layer, so that compute can start before the last one has arrived."""
-        actor, slots = Actor.INPUT, (SlotSet.of(runs.sources), SlotSet.of(runs.targets))
-        stream, evictions = self._begin(actor, metadata, slots)
-        copies = self._copies_between_tiers
-        started = stream.record_event(timed=True)
-        layer_events = []
-        for layer in range(len(self._device_layers)):
-            for eviction in evictions:
-                stream.wait_event(eviction[layer])
-            stream.submit(partial(copies.layer, stream, layer, runs, to_device=True))
-            layer_events.append(stream.record_event())
-        transfer = self._track(actor, step, metadata, slots, started, stream.record_event(timed=True))
-        return LayerDoneCounter(
-            layer_events,
-            self._runtime.compute_stream,
-            slots[1],
-            timeout_s=self._layer_timeout_s,
-            meter=self._meter,
-            on_failure=lambda reason: self._give_up(transfer, reason),
-        )
-
-    @property
-    def _copies_between_tiers(self) -> Copies:
+    def _copy(
+        self, actor: Actor, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, *, by_layer: bool
+    ) -> Transfer:
+        """All layers in one call; or a call and an event for each, so that what waits for a layer goes on with it."""
         assert self._copies is not None, "a copy of a tier without slots was planned"
-        return self._copies
-
-    def _begin(
-        self, actor: Actor, metadata: CacheSwapMetadata, slots: _Slots
-    ) -> tuple[Stream, list[tuple[Event, ...]]]:
-        """The stream, which waits for what the copy conflicts with; the evictions that each layer waits for itself."""
-        stream = self._streams.get(actor)
-        if stream is None:
-            stream = self._streams[actor] = self._runtime.new_stream(f"kv-{actor.value}")
-        stream.begin()
+        reads, writes = SlotSet.of(runs.sources), SlotSet.of(runs.targets)
+        source, target = self._hazards[metadata.source], self._hazards[metadata.target]
         self._take_refilled()
-        waits = self._hazards[metadata.source].before(actor, reads=slots[0])
-        waits += self._hazards[metadata.target].before(actor, writes=slots[1])
-        whole, by_layer = self._by_layer(waits)
+        stream = self._stream_of(actor)
+        stream.begin()
+        waits = source.before(actor, reads=reads) + target.before(actor, writes=writes)
+        whole, readers = self._by_layer(waits) if by_layer else (waits, [])
         for wait in whole:
             stream.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
-        return stream, by_layer
+        started, layer_events = stream.record_event(timed=True), []
+        to_device = target is self._device_hazards
+        if by_layer:
+            for layer in range(len(self._device_layers)):
+                for reader in readers:
+                    stream.wait_event(reader[layer])
+                stream.submit(self._copies.layer, stream, layer, runs, to_device)
+                layer_events.append(stream.record_event())
+        else:
+            stream.submit(self._copies.all_layers, stream, runs, to_device)
+        finished = stream.record_event(timed=True)
+        source.after(actor, finished, reads=reads)
+        target.after(actor, finished, writes=writes)
+        num_bytes = len(metadata) * self._block_bytes
+        transfer = Transfer(step, metadata, num_bytes, writes, started, tuple(layer_events), finished)
+        self._transfers.append(transfer)
+        return transfer
+
+    def _stream_of(self, actor: Actor) -> Stream:
+        if actor not in self._streams:
+            self._streams[actor] = self._runtime.new_stream(f"kv-{actor.value}")
+        return self._streams[actor]
+
+    def _counter_of(self, swap_in: Transfer) -> LayerDoneCounter:
+        return LayerDoneCounter(
+            len(self._device_layers),
+            swap_in.layer_events,
+            self._runtime.compute_stream,
+            swap_in.targets,
+            timeout_s=self._layer_timeout_s,
+            on_failure=partial(self._give_up, swap_in),
+        )
 
     def _by_layer(self, waits: list[Dependency]) -> tuple[list[Dependency], list[tuple[Event, ...]]]:
         """Waits for evictions to read what is overwritten: per-layer events where there are some. And all others."""
-        layered = {id(each.finished): each.layer_events for each in self._unreported if each.layer_events}
+        layered = {id(each.finished): each.layer_events for each in self._transfers if each.layer_events}
         overwrites = [each.hazard is Hazard.WRITE_AFTER_READ and id(each.event) in layered for each in waits]
         whole = [wait for wait, is_layered in zip(waits, overwrites, strict=True) if not is_layered]
         return whole, [layered[id(wait.event)] for wait, each in zip(waits, overwrites, strict=True) if each]
-
-    def _track(
-        self,
-        actor: Actor,
-        step: int,
-        metadata: CacheSwapMetadata,
-        slots: _Slots,
-        started: Event,
-        finished: Event,
-    ) -> Transfer:
-        self._hazards[metadata.source].after(actor, finished, reads=slots[0])
-        self._hazards[metadata.target].after(actor, finished, writes=slots[1])
-        transfer = Transfer(step, metadata, len(metadata) * self._block_bytes, started, finished)
-        self._unreported.append(transfer)
-        return transfer
 
     # ---- compute
 
@@ -222,22 +191,19 @@ class CacheTransferManager:
         for wait in whole:
             self._compute_waits(compute, wait)
         if counter is None and evictions:
-            counter = LayerDoneCounter((), compute, timeout_s=self._layer_timeout_s, meter=self._meter)
+            counter = LayerDoneCounter(len(self._device_layers), (), compute, timeout_s=self._layer_timeout_s)
         if counter is not None:
             counter.evictions = evictions
         return counter
 
     def _compute_waits(self, compute: Stream, wait: Dependency) -> None:
-        start = time.perf_counter()
         try:
             compute.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
         except LayerSwapTimeoutError as error:
-            for transfer in self._unreported:
+            for transfer in self._transfers:
                 if transfer.finished is wait.event and transfer.metadata.target is CacheLevel.DEVICE:
                     self._give_up(transfer, str(error))
             raise
-        finally:
-            self._meter.seconds += time.perf_counter() - start
 
     def after_compute(self, reads: Iterable[int] | None, writes: Collection[int] | None) -> Event:
         """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it. Returns
@@ -280,8 +246,9 @@ class CacheTransferManager:
         late = frozenset(slots)
         copies = [
             transfer.finished
-            for transfer in list(self._stale)
-            if transfer.metadata.target is CacheLevel.DEVICE
+            for transfer in list(self._transfers)
+            if transfer.is_reported
+            and transfer.metadata.target is CacheLevel.DEVICE
             and not late.isdisjoint(transfer.metadata.target_slots)
             and not transfer.finished.done()
         ]
@@ -291,28 +258,20 @@ class CacheTransferManager:
 
     def take_results(self) -> list[TransferResult]:
         """Each transfer once, when it finished, failed or was given up; in submission order. Never blocks."""
-        results, running = [], []
-        for transfer in self._unreported:
-            result = transfer.result()
-            if result is None:
-                running.append(transfer)
-                continue
-            results.append(result)
-            if not transfer.finished.done():
-                self._stale.append(transfer)
-        self._unreported = running
-        self._stale = [transfer for transfer in self._stale if not transfer.finished.done()]
+        results = [result for transfer in self._transfers if (result := transfer.take_result()) is not None]
+        self._transfers = [each for each in self._transfers if not (each.is_reported and each.finished.done())]
         return results
 
     def take_report(self) -> TransferReport:
         """As `take_results`, how long compute stood still for copies since the last report, and how far copies are."""
-        waited, self._meter.seconds = self._meter.seconds, 0.0
+        waited_s = self._runtime.compute_stream.waited_s
+        waited, self._waited_s = waited_s - self._waited_s, waited_s
         results = tuple(self.take_results())
-        oldest = min((transfer.step for transfer in (*self._unreported, *self._stale)), default=self._last_step + 1)
+        oldest = min((transfer.step for transfer in self._transfers), default=self._last_step + 1)
         return TransferReport(results, waited, oldest - 1)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
-        if transfer.given_up is None and transfer in self._unreported:
+        if transfer.given_up is None and not transfer.is_reported:
             logger.warning("swap-in of step %d given up: %s", transfer.step, reason)
             transfer.given_up = reason
             self._hazards[transfer.metadata.target].fail(transfer.metadata.target_slots, transfer.finished)
@@ -320,14 +279,14 @@ class CacheTransferManager:
     @property
     def num_unreported(self) -> int:
         """Submitted transfers that `take_results` has not returned yet."""
-        return len(self._unreported)
+        return sum(not transfer.is_reported for transfer in self._transfers)
 
     # ---- end
 
     def drain(self, timeout: float | None = None) -> None:
         """Block until no copy is running, given-up ones included. Raises `LayerSwapTimeoutError`; results stay."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for transfer in [*self._unreported, *self._stale]:
+        for transfer in self._transfers:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not transfer.finished.wait_done(left):
                 raise LayerSwapTimeoutError(f"the copies of step {transfer.step} were not done within {timeout} s")
@@ -343,12 +302,10 @@ class CacheTransferManager:
         """Raises `InvariantError`."""
         for hazards in self._hazards.values():
             hazards.check()
-        # Only given-up transfers are stale, and a stale one has been reported.
-        if any(transfer.given_up is None for transfer in self._stale):
-            raise InvariantError("a transfer was dropped without being reported")
-        if {id(transfer) for transfer in self._stale} & {id(transfer) for transfer in self._unreported}:
-            raise InvariantError("a transfer would be reported twice")
+        # Reported ones are remembered only where they were given up.
+        if any(transfer.is_reported and transfer.given_up is None for transfer in self._transfers):
+            raise InvariantError("a transfer that ended is remembered after its report")
         # Steps are reported in order of submission.
-        steps = [transfer.step for transfer in self._unreported]
+        steps = [transfer.step for transfer in self._transfers]
         if steps != sorted(steps):
             raise InvariantError(f"transfers are out of step order: {steps}")

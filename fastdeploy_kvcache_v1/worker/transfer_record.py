@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..metadata import CacheSwapMetadata, TransferResult
 from .runtime import Event
 from .runtime.base import describe
+from .slot_set import SlotSet
 
 __all__ = ["Transfer"]
 
@@ -12,21 +13,33 @@ __all__ = ["Transfer"]
 class Transfer:
     """The copies of one kind in one step: what was asked, the events that tell how it goes, the one result it gets."""
 
-    def __init__(self, step: int, metadata: CacheSwapMetadata, num_bytes: int, started: Event, finished: Event) -> None:
+    def __init__(
+        self,
+        step: int,
+        metadata: CacheSwapMetadata,
+        num_bytes: int,
+        targets: SlotSet,
+        started: Event,
+        layer_events: tuple[Event, ...],
+        finished: Event,
+    ) -> None:
         self.step = step
         self.metadata = metadata
         self.num_bytes = num_bytes
+        self.targets = targets
         self.started = started
+        self.layer_events = layer_events
+        """One per layer, where it is copied layer by layer; else none."""
         self.finished = finished
-        self.layer_events: tuple[Event, ...] = ()
-        """One per layer, when an eviction's target waits for it layer by layer; else none."""
         self.given_up: str | None = None
         """Why it was declared failed while still running."""
+        self.is_reported = False
 
-    def result(self) -> TransferResult | None:
-        """None while it is running, unless it was given up."""
-        if self.given_up is None and not self.finished.done():
+    def take_result(self) -> TransferResult | None:
+        """Once, when it is known: it has ended or was given up."""
+        if self.is_reported or (self.given_up is None and not self.finished.done()):
             return None
+        self.is_reported = True
         error = self.given_up
         if error is None and self.finished.error is not None:
             error = describe(self.finished.error)

@@ -9,8 +9,9 @@ from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel
 from fastdeploy_kvcache_v1.worker import transfer_manager
 from fastdeploy_kvcache_v1.worker.ops import CopyRun
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, cpu
 from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
+from tests.worker.chosen_runtime import ChosenEvent
 from tests.worker.worker_fakes import Rig, evict, swap_in
 from tests.world.clock import Clock
 from tests.world.streams import VirtualDevice
@@ -61,8 +62,8 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritt
     copied = []
     for name in ("all_layers", "layer"):
 
-        def copy(self, *given, to_device, op=name):
-            copied.append((op, list(given[-1])))
+        def copy(self, *given, op=name):
+            copied.append((op, list(given[-2])))
 
         monkeypatch.setattr(CpuCopies, name, copy)
     rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)), overwritten=overwritten)
@@ -277,7 +278,7 @@ def test_a_late_layer_is_reported_once_and_stays_in_order(rig):
     # The late copy still runs into slot 4: whoever uses the slot next comes after it.
     rig.submit(evict((1,), (1,)))
     assert rig.submit(evict((4,), (2,))) is None
-    with pytest.raises(LayerSwapTimeoutError, match=r"the copies of step 4 were not done within 0\.001 s"):
+    with pytest.raises(LayerSwapTimeoutError, match=r"the copies of step 2 were not done within 0\.001 s"):
         rig.controller.transfers.drain(0.001)
     assert [result.step for result in rig.controller.transfers.take_results() if result.step == 4] == []
     let_go()
@@ -327,14 +328,14 @@ def test_a_copy_that_ends_while_the_report_is_made_is_in_the_next_one_with_its_r
     """Else a copy that failed would count as ended before its failure is told: what it left would be stored."""
     rig.runtime.fail_next(OUTPUT, OSError("no such page"))
     rig.submit(evict((0,), (0,)))
-    result_of = transfer_manager.Transfer.result
+    result_of = transfer_manager.Transfer.take_result
 
     def ends_just_after(transfer):
         result = result_of(transfer)
         rig.controller.transfers.drain()
         return result
 
-    monkeypatch.setattr(transfer_manager.Transfer, "result", ends_just_after)
+    monkeypatch.setattr(transfer_manager.Transfer, "take_result", ends_just_after)
     first = rig.controller.transfers.take_report()
     assert (first.transfers, first.ended_through) == ((), 0)
     second = rig.controller.transfers.take_report()
@@ -344,14 +345,14 @@ def test_a_copy_that_ends_while_the_report_is_made_is_in_the_next_one_with_its_r
 def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monkeypatch):
     """At copies before a pass, and layer by layer."""
     clock = Clock()
-    monkeypatch.setattr(transfer_manager.time, "perf_counter", clock)
-    wait_event = rig.runtime.compute_stream.wait_event
+    monkeypatch.setattr(cpu.time, "perf_counter", clock)
+    wait_done = ChosenEvent.wait_done
 
-    def takes_a_second(*given, **options):
+    def takes_a_second(event, timeout=None):
         clock.advance(1)
-        wait_event(*given, **options)
+        return wait_done(event, timeout)
 
-    monkeypatch.setattr(rig.runtime.compute_stream, "wait_event", takes_a_second)
+    monkeypatch.setattr(ChosenEvent, "wait_done", takes_a_second)
     rig.submit(into=swap_in((0,), (4,)))
     counter = rig.submit(evict((0,), (2,)), swap_in((1,), (5,)), overwritten=SlotSet.of([0]))
     waits = rig.controller.transfers.before_compute([4], [0], counter=counter, by_layer=True)

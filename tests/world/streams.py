@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,8 +60,8 @@ class VirtualStream(Stream):
             self._failure = TransferError("injected")
         if self._failure is None:
             self.waiting.append(lambda: fn(*args) or True)
-        elif isinstance(fn, partial):  # a copy
-            self.waiting.append(lambda: VirtualCopies.spoil(fn) or True)
+        elif isinstance(getattr(fn, "__self__", None), VirtualCopies):
+            self.waiting.append(lambda: VirtualCopies.spoil(fn.__self__, *args) or True)
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         assert isinstance(event, VirtualEvent)
@@ -98,13 +97,11 @@ class VirtualStream(Stream):
 
 
 class VirtualCopies(CpuCopies):
-    @staticmethod
-    def spoil(copy: partial[None]) -> None:
-        """`copy` has failed: what it was to fill is garbage."""
-        copies, _, *layer, runs = copy.func.__self__, *copy.args
-        sides = copies._pairs[copy.keywords["to_device"]]
-        first = layer[0] * copies._num_roles if layer else 0
-        for rows, _ in sides[first : first + copies._num_roles] if layer else sides:
+    def spoil(self, stream: VirtualStream, *of: Any) -> None:
+        """This copy has failed: what it was to fill is garbage."""
+        *layer, runs, to_device = of
+        sides, first = self._pairs[to_device], layer[0] * self._num_roles if layer else 0
+        for rows, _ in sides[first : first + self._num_roles] if layer else sides:
             for _, at, blocks in runs:
                 rows.array[at : at + blocks] = 0xFF  # the bytes of GARBAGE
 

@@ -36,13 +36,11 @@ computed. Its table has so many blocks.
 class _Row:
     """The block table of one row of the batch."""
 
-    __slots__ = ("extended", "slots", "table")
+    __slots__ = ("slots", "table")
 
     def __init__(self, table: list[int]) -> None:
         self.table = table
         self.slots = SlotSet.of(table)
-        self.extended = SlotSet()
-        """Slots of an extend task."""
 
     def take(self, table: list[int]) -> int:
         """FastDeploy gives a longer table whole. Returns how many blocks of the old one it begins with: all or 0."""
@@ -71,6 +69,8 @@ class RunningTables:
         self._reach = 2 * draft_tokens + 3 if draft_tokens else 1
         self._reach_back = self._tokens_per_pass if draft_tokens else 0
         self._rows: dict[int, _Row] = {}
+        self._extended: dict[int, SlotSet] = {}
+        """Slots of the extend tasks of a row."""
         self._numbers: Numbers = np.zeros((4, 0), np.int64)
         """One column per row of the batch, see `_LOW`."""
         self._chunks: dict[int, tuple[int, int]] = {}
@@ -98,10 +98,11 @@ class RunningTables:
                 start, end = task.prefill_start_index, task.prefill_end_index
                 self._begin(task.idx, table, start=start, end=end, low=end)
             elif kind == TaskKind.EXTEND:
-                self._row(task.idx).extended |= map(int, task.extend_block_tables)
+                self._row(task.idx)
+                self._extended[task.idx] = self._extended.get(task.idx, SlotSet()) | map(int, task.extend_block_tables)
             else:
-                self._rows.pop(task.idx, None)
                 self._chunks.pop(task.idx, None)
+                self._forget(task.idx)
 
     def _row(self, index: int) -> _Row:
         """Of one that was never announced nothing is known but its table."""
@@ -111,10 +112,15 @@ class RunningTables:
 
     def _begin(self, index: int, table: list[int], *, start: int, end: int, low: int) -> None:
         """The next pass computes `[start, end)`, and no later one writes before `low`."""
+        self._forget(index)
         self._rows[index] = _Row(table)
         self._keep(index, table, 0)
         self._chunks[index] = low, end
         self._numbers[:_BLOCKS, index] = max(0, start - self._reach_back), end - 1 + self._reach, 0
+
+    def _forget(self, index: int) -> None:
+        self._rows.pop(index, None)
+        self._extended.pop(index, None)
 
     def _keep(self, index: int, table: list[int], known: int) -> None:
         """The arrays' part of a table whose first `known` blocks they have."""
@@ -142,7 +148,7 @@ class RunningTables:
         highest = stop - self._reach  # at which the next pass may start to write
         self._numbers[_LOW, settled] = np.maximum(low, np.minimum(heard - 1, highest) - self._reach_back)
         for index in settled[heard == _ENDED].tolist():
-            del self._rows[index]
+            self._forget(index)
             self._read = None
 
     def pass_submitted(self) -> None:
@@ -165,17 +171,18 @@ class RunningTables:
             first = low // self._block_size
             counts = np.maximum(np.minimum(-(-stop // self._block_size), num_blocks) - first, 0)
             slots = SlotSet.of(self._tables[np.repeat(rows, counts), ranges(first, counts)])
-            self._written = SlotSet.union((slots, *(row.extended for row in self._rows.values())))
+            self._written = SlotSet.union((slots, *self._extended.values()))
         return self._written
 
     def read(self) -> SlotSet:
         """Slots that the next pass may read or write: all of the rows' tables."""
         if self._read is None:
-            self._read = SlotSet.union(slots for row in self._rows.values() for slots in (row.slots, row.extended))
+            self._read = SlotSet.union((*(row.slots for row in self._rows.values()), *self._extended.values()))
         return self._read
 
     def clear(self) -> None:
         self._rows.clear()
+        self._extended.clear()
         self._chunks.clear()
         self._read, self._written = SlotSet(), None
 

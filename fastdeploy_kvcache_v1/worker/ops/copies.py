@@ -34,11 +34,11 @@ class Copies(ABC):
     """
 
     @abstractmethod
-    def layer(self, stream: Any, layer: int, runs: CopyRuns, *, to_device: bool) -> None:
+    def layer(self, stream: Any, layer: int, runs: CopyRuns, to_device: bool) -> None:
         """Copy the blocks of `runs` of one layer, all roles."""
 
     @abstractmethod
-    def all_layers(self, stream: Any, runs: CopyRuns, *, to_device: bool) -> None:
+    def all_layers(self, stream: Any, runs: CopyRuns, to_device: bool) -> None:
         """As `layer`, for every layer."""
 
     def close(self) -> None:  # noqa: B027  most have nothing
@@ -70,10 +70,10 @@ class CpuCopies(Copies):
         self._pairs = {True: pairs, False: [(of, to) for to, of in pairs]}
         self._rows = {way: np.array([_row(*pair) for pair in each], ROW) for way, each in self._pairs.items()}
 
-    def layer(self, stream: Any, layer: int, runs: CopyRuns, *, to_device: bool) -> None:
+    def layer(self, stream: Any, layer: int, runs: CopyRuns, to_device: bool) -> None:
         self._copy(layer * self._num_roles, (layer + 1) * self._num_roles, runs, to_device)
 
-    def all_layers(self, stream: Any, runs: CopyRuns, *, to_device: bool) -> None:
+    def all_layers(self, stream: Any, runs: CopyRuns, to_device: bool) -> None:
         self._copy(0, len(self._pairs[to_device]), runs, to_device)
 
     def _copy(self, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:

@@ -11,7 +11,6 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_size_t, c_uint, c_uint64, c_void_p
-from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +119,7 @@ def copy_batch(
 class _Plan(NamedTuple):
     """What is found out once for the copies of a step in one direction."""
 
+    runs: CopyRuns
     way: str
     num_blocks: int
     table: npt.NDArray[np.int32]
@@ -127,37 +127,42 @@ class _Plan(NamedTuple):
 
 
 class _Direction:
-    """The kernel's arguments for one direction, and the plan that was uploaded for them last.
+    """The kernel in one direction: its arguments, and the plan that was uploaded for them last.
 
     A plan lies behind the one before it on the stream, whose kernels have read that one by then.
     """
 
-    def __init__(self, cupy: Any, rows: int, num_slots: int, *, to_device: bool) -> None:
-        self._cupy = cupy
-        self.arguments = _Arguments(rows, cupy.cuda.runtime.malloc(12 * num_slots), to_device=to_device)
-        self.parameters = (c_void_p * 1)(ctypes.addressof(self.arguments))
-        self.shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
-        self.launch = ctypes.addressof(self.shape)
-        self._uploaded: CopyRuns | None = None
+    def __init__(self, cupy: Any, function: c_void_p, rows: int, num_slots: int, *, to_device: bool) -> None:
+        self._cupy, self._function = cupy, function
+        self._arguments = _Arguments(rows, cupy.cuda.runtime.malloc(12 * num_slots), to_device=to_device)
+        self._parameters = (c_void_p * 1)(ctypes.addressof(self._arguments))
+        self._shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
+        self._launch = ctypes.addressof(self._shape)
+        self._uploaded: _Plan | None = None
         self._sources: deque[tuple[DriverEvent, Any]] = deque()
         """Page-locked memory that an upload may still read."""
 
-    def upload(self, stream: DriverStream, runs: CopyRuns, plan: _Plan) -> None:
-        if runs is self._uploaded:
-            return
+    def launch(self, stream: DriverStream, first: int, end: int, plan: _Plan) -> None:
+        if self._uploaded is not plan:
+            self._upload(stream, plan)
+        self._arguments.first_row, self._arguments.end_row = first, end  # the driver copies them at the call
+        stream.call("cuLaunchKernelEx", self._launch, self._function, self._parameters, None)
+
+    def _upload(self, stream: DriverStream, plan: _Plan) -> None:
         while self._sources and self._sources[0][0].done():
             self._sources.popleft()
         nbytes = plan.table.nbytes
         source = self._cupy.cuda.alloc_pinned_memory(1 << max(12, (nbytes - 1).bit_length()))  # few sizes: CuPy's pool
         ctypes.memmove(source.ptr, plan.table.ctypes.data, nbytes)
-        stream.call("cuMemcpyHtoDAsync", self.arguments.runs, source.ptr, nbytes, stream.handle)
+        stream.call("cuMemcpyHtoDAsync", self._arguments.runs, source.ptr, nbytes, stream.handle)
         self._sources.append((stream.record_event(), source))
-        self._uploaded = runs
-        self.arguments.num_runs, self.arguments.num_blocks = len(runs), plan.num_blocks
+        self._uploaded = plan
+        self._shape.stream = stream.handle
+        self._arguments.num_runs, self._arguments.num_blocks = len(plan.runs), plan.num_blocks
 
     def close(self) -> None:
         self._sources.clear()
-        self._cupy.cuda.runtime.free(self.arguments.runs)
+        self._cupy.cuda.runtime.free(self._arguments.runs)
 
 
 class _Kernel:
@@ -169,22 +174,14 @@ class _Kernel:
         self._module, function = c_void_p(), c_void_p()
         self._driver.call("cuModuleLoadData", byref(self._module), PTX.read_bytes())
         self._driver.call("cuModuleGetFunction", byref(function), self._module, b"copy_cache_rows")
-        self._function = function
         cupy.cuda.runtime.memcpy(self._rows, rows.ctypes.data, rows.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
         cupy.cuda.runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
-        self._directions = {way: _Direction(cupy, self._rows, slots, to_device=way) for way, slots in num_slots.items()}
-
-    def launch(
-        self, stream: DriverStream, first: int, end: int, runs: CopyRuns, plan: _Plan, *, to_device: bool
-    ) -> None:
-        direction = self._directions[to_device]
-        direction.upload(stream, runs, plan)
-        direction.arguments.first_row, direction.arguments.end_row = first, end  # the driver copies them at the call
-        direction.shape.stream = stream.handle
-        stream.call("cuLaunchKernelEx", direction.launch, self._function, direction.parameters, None)
+        self.directions = {
+            way: _Direction(cupy, function, self._rows, slots, to_device=way) for way, slots in num_slots.items()
+        }
 
     def close(self) -> None:
-        for direction in self._directions.values():
+        for direction in self.directions.values():
             direction.close()
         self._cupy.cuda.runtime.free(self._rows)
         self._driver.call("cuModuleUnload", self._module)
@@ -211,6 +208,8 @@ class CudaCopies(Copies):
         self._rows = np.array(rows, ROW)
         self._host_addresses = np.array([to.address for _of, to in pairs], np.uint64)
         self._kernel: _Kernel | None = None
+        self._plans: dict[bool, _Plan | None] = {True: None, False: None}
+        """By direction, the latest: all layers of a step go by one."""
         reach = max(side.num_rows * side.pitch for pair in pairs for side in pair)
         if reach > rates.reach:
             self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != RUNS}
@@ -237,29 +236,28 @@ class CudaCopies(Copies):
             self.left[KERNEL] = f"the driver refuses it: {error}".splitlines()[0]
             return None
 
-    @cached_property
-    def _prepare(self) -> dict[bool, Any]:
-        return {to_device: partial(self._plan, to_device) for to_device in (True, False)}
-
-    def _plan(self, to_device: bool, runs: CopyRuns) -> _Plan:
-        counts = runs.table[:, 2]
-        blocks = int(counts.sum())
+    def _plan(self, runs: CopyRuns, to_device: bool) -> _Plan:
+        blocks = len(runs.sources)
         way = self._rates.fastest(self._row_bytes, blocks, len(runs), to_device=to_device, among=self._ways)
-        return _Plan(way, blocks, np.column_stack([runs.table[:, :2], np.cumsum(counts) - counts]).astype(np.int32))
+        table = runs.table.astype(np.int32)
+        table[:, 2] = np.cumsum(table[:, 2]) - table[:, 2]
+        return _Plan(runs, way, blocks, table)
 
-    def layer(self, stream: DriverStream, layer: int, runs: CopyRuns, *, to_device: bool) -> None:
+    def layer(self, stream: DriverStream, layer: int, runs: CopyRuns, to_device: bool) -> None:
         roles = len(self._row_bytes)
         self._copy(stream, layer * roles, (layer + 1) * roles, runs, to_device)
 
-    def all_layers(self, stream: DriverStream, runs: CopyRuns, *, to_device: bool) -> None:
+    def all_layers(self, stream: DriverStream, runs: CopyRuns, to_device: bool) -> None:
         self._copy(stream, 0, len(self._rows), runs, to_device)
 
     def _copy(self, stream: DriverStream, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
-        if not len(runs):
+        plan = self._plans[to_device]
+        if plan is None or plan.runs is not runs:
+            plan = self._plans[to_device] = self._plan(runs, to_device)
+        if not plan.num_blocks:
             return
-        plan: _Plan = runs.prepared(self._prepare[to_device])
         if plan.way == KERNEL and self._kernel is not None:
-            self._kernel.launch(stream, first, end, runs, plan, to_device=to_device)
+            self._kernel.directions[to_device].launch(stream, first, end, plan)
         elif plan.way == BATCH:
             self._batch(stream, first, end, runs, to_device)
         else:

@@ -114,11 +114,11 @@ class PaddleCopies(Copies):
                 f"{LIBRARY.name} was built without nvcc, for a CPU: run scripts/build_ops.sh paddle with it"
             )
 
-    def layer(self, stream: Any, layer: int, runs: CopyRuns, *, to_device: bool) -> None:
+    def layer(self, stream: Any, layer: int, runs: CopyRuns, to_device: bool) -> None:
         """Copy the blocks of `runs` of one layer, all roles: enqueued on `stream` on a GPU, else done on return."""
         self._copy(stream, self._layers[layer], runs, to_device)
 
-    def all_layers(self, stream: Any, runs: CopyRuns, *, to_device: bool) -> None:
+    def all_layers(self, stream: Any, runs: CopyRuns, to_device: bool) -> None:
         """As `layer`, for every layer. Upstream's operator for all layers would wait for the stream."""
         self._copy(stream, [*chain(*self._layers)], runs, to_device)
 

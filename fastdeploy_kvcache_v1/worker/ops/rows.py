@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,9 +92,6 @@ class CopyRun(NamedTuple):
     blocks: int
 
 
-Prepared = TypeVar("Prepared")
-
-
 class CopyRuns:
     """Runs as a table, so that nobody looks at them one by one. Immutable."""
 
@@ -112,7 +109,6 @@ class CopyRuns:
         """Every row that is read, int64 `[blocks]`."""
         self.targets = targets
         """Every row that is written, int64 `[blocks]`."""
-        self._prepared: dict[Callable[[CopyRuns], Any], Any] = {}
 
     def __len__(self) -> int:
         return len(self.table)
@@ -122,13 +118,6 @@ class CopyRuns:
 
     def __repr__(self) -> str:
         return f"CopyRuns({list(self)})"
-
-    def prepared(self, prepare: Callable[[CopyRuns], Prepared]) -> Prepared:
-        """`prepare(self)`, made once: every layer of a swap-in uses the same runs."""
-        if prepare not in self._prepared:
-            self._prepared[prepare] = prepare(self)
-        made: Prepared = self._prepared[prepare]
-        return made
 
 
 def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopyRuns:

@@ -55,6 +55,8 @@ class Stream(ABC):
     """
 
     name: str
+    waited_s = 0.0
+    """Seconds that calling threads stood still in `wait_event` so far."""
 
     @abstractmethod
     def begin(self) -> None:

@@ -64,7 +64,10 @@ class InlineStream(Stream):
         fn(*args)
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
-        if not event.wait_done(timeout):
+        start = time.perf_counter()
+        is_done = event.wait_done(timeout)
+        self.waited_s += time.perf_counter() - start
+        if not is_done:
             raise LayerSwapTimeoutError(f"stream {self.name} waited more than {timeout} s for a copy")
         if needs_data:
             event.raise_if_failed()

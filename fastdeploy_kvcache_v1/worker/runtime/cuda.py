@@ -31,7 +31,7 @@ _PORTABLE, _MAPPED = 1, 2
 MOST_OPEN = 256
 """Calls of a stream that may be queued while others keep the interpreter lock; a queue of the driver holds 1,024."""
 
-LOOK_EVERY = 16
+LOOK_EVERY = 32
 """Calls of a stream from one event that is asked for to the next, and from one question to the next."""
 
 _POLL_S = 0.0002
@@ -41,28 +41,30 @@ _POLL_S = 0.0002
 class CudaEvent(Event):
     """Wraps a `cupy.cuda.Event`; also carries a failure known at submission, which the GPU never sees."""
 
-    def __init__(self, cupy: Any, event: Any, failure: BaseException | None) -> None:
+    _done = False
+
+    def __init__(self, cupy: Any, event: Any, failure: BaseException | None, spare: list[Any]) -> None:
+        """`spare`: where `event` goes when nobody asks for this one any more, to be recorded anew."""
         self._cupy = cupy
         self.raw = event
-        self._failure = failure
-        self._done = False
+        self.early_error = failure
+        """What is known to have failed without asking the GPU."""
+        self._spare = spare
+
+    def __del__(self) -> None:  # whoever was told to wait for it waits for what was recorded then
+        self._spare.append(self.raw)
 
     def done(self) -> bool:
         if not self._done:
             status = self._cupy.cuda.runtime.eventQuery(self.raw.ptr)
-            if status not in (_SUCCESS, _NOT_READY) and self._failure is None:
-                self._failure = TransferError(f"the GPU reported CUDA error {status}")
+            if status not in (_SUCCESS, _NOT_READY) and self.early_error is None:
+                self.early_error = TransferError(f"the GPU reported CUDA error {status}")
             self._done = status != _NOT_READY
         return self._done
 
     @property
     def error(self) -> BaseException | None:
-        return self._failure if self.done() else None
-
-    @property
-    def early_error(self) -> BaseException | None:
-        """What is known to have failed without asking the GPU."""
-        return self._failure
+        return self.early_error if self.done() else None
 
     def wait_done(self, timeout: float | None = None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -76,21 +78,10 @@ class CudaEvent(Event):
         assert isinstance(earlier, CudaEvent)
         assert earlier.done()
         assert self.done()
-        if self._failure is not None:
+        if self.early_error is not None:
             return 0.0
         milliseconds: float = self._cupy.cuda.get_elapsed_time(earlier.raw, self.raw)
         return milliseconds / 1000
-
-
-def _early_error(event: Event, timeout: float | None) -> BaseException | None:
-    """What is known to have failed. Of what CUDA knows nothing, a peer's use of a slot, the end is waited for here.
-    Raises `LayerSwapTimeoutError`.
-    """
-    if isinstance(event, CudaEvent):
-        return event.early_error
-    if not event.wait_done(timeout):
-        raise LayerSwapTimeoutError(f"a peer's use of a slot did not end within {timeout} s")
-    return event.error
 
 
 class _Backlog:
@@ -101,23 +92,26 @@ class _Backlog:
     """
 
     def __init__(self) -> None:
-        self._submitted = self._ended = self._next_look = 0
+        self.submitted = 0
+        """Calls, to be counted by who makes them."""
+        self.short_until = MOST_OPEN
+        """While no more than this were submitted, few can be open, without a look at any event."""
+        self.next_mark = LOOK_EVERY
+        self._next_look = 0
         self._marks: deque[tuple[int, CudaEvent]] = deque()
 
     def is_short(self) -> bool:
-        """Counts a call. Asks events only when there may be many open ones, and not at each call."""
-        self._submitted += 1
-        if self._submitted - self._ended <= MOST_OPEN:
-            return True
-        if self._submitted >= self._next_look:
-            self._next_look = self._submitted + LOOK_EVERY
+        """Looks at events, but not at each call."""
+        if self.submitted >= self._next_look:
+            self._next_look = self.submitted + LOOK_EVERY
             while self._marks and self._marks[0][1].done():
-                self._ended = self._marks.popleft()[0]
-        return self._submitted - self._ended <= MOST_OPEN
+                self.short_until = self._marks.popleft()[0] + MOST_OPEN
+        return self.submitted <= self.short_until
 
     def mark(self, event: CudaEvent) -> None:
-        if not self._marks or self._submitted >= self._marks[-1][0] + LOOK_EVERY:
-            self._marks.append((self._submitted, event))
+        """`event` ends with all calls so far."""
+        self._marks.append((self.submitted, event))
+        self.next_mark = self.submitted + LOOK_EVERY
 
 
 class CudaStream(Stream):
@@ -130,13 +124,18 @@ class CudaStream(Stream):
         self._stream = stream
         self._driver = driver()
         self._backlog: _Backlog | None = _Backlog()
+        self._spare: dict[bool, list[Any]] = {False: [], True: []}
+        """Events to be recorded again, by whether they are timed: making one costs more than recording it."""
         self._failure: BaseException | None = None
         self._closed = False
 
     def call(self, name: str, *arguments: object) -> None:
         """A call of the driver that enqueues on this stream. Raises `TransferError`."""
-        keeps_lock = self._backlog is not None and self._backlog.is_short()
-        functions = self._driver.keeping_lock if keeps_lock else self._driver.giving_lock
+        functions, backlog = self._driver.giving_lock, self._backlog
+        if backlog is not None:
+            backlog.submitted += 1
+            if backlog.submitted <= backlog.short_until or backlog.is_short():
+                functions = self._driver.keeping_lock
         if code := functions[name](*arguments):
             raise TransferError(f"{name}: CUDA error {code}")
 
@@ -157,16 +156,29 @@ class CudaStream(Stream):
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         if isinstance(event, CudaEvent):
             self.call("cuStreamWaitEvent", self.handle, event.raw.ptr, 0)
-        error = _early_error(event, timeout)
-        if needs_data and self._failure is None and error is not None:
+            error = event.early_error
+        else:  # CUDA knows nothing of a peer's use of a slot: its end is waited for here
+            start = time.perf_counter()
+            is_done = event.wait_done(timeout)
+            self.waited_s += time.perf_counter() - start
+            if not is_done:
+                raise LayerSwapTimeoutError(f"a peer's use of a slot did not end within {timeout} s")
+            error = event.error
+        if needs_data and error is not None:
+            self._miss_data(error)
+
+    def _miss_data(self, error: BaseException) -> None:
+        if self._failure is None:
             self._failure = TransferError(f"the copy it depends on failed: {describe(error)}")
 
     def record_event(self, *, timed: bool = False) -> CudaEvent:
-        raw = self._cupy.cuda.Event(disable_timing=not timed)
+        spare = self._spare[timed]
+        raw = spare.pop() if spare else self._cupy.cuda.Event(disable_timing=not timed)
+        event = CudaEvent(self._cupy, raw, self._failure, spare)
         self.call("cuEventRecord", raw.ptr, self.handle)
-        event = CudaEvent(self._cupy, raw, self._failure)
-        if self._backlog is not None:
-            self._backlog.mark(event)
+        backlog = self._backlog
+        if backlog is not None and backlog.submitted >= backlog.next_mark:
+            backlog.mark(event)
         return event
 
     def synchronize(self) -> None:
@@ -206,12 +218,8 @@ class CudaComputeStream(CudaStream):
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         fn(*args)
 
-    def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
-        error = _early_error(event, timeout)
-        if needs_data and error is not None:
-            raise TransferError(f"a copy failed: {describe(error)}") from error
-        if isinstance(event, CudaEvent):
-            self.call("cuStreamWaitEvent", self.handle, event.raw.ptr, 0)
+    def _miss_data(self, error: BaseException) -> None:
+        raise TransferError(f"a copy failed: {describe(error)}") from error
 
     def close(self) -> None:
         """Belongs to Paddle."""

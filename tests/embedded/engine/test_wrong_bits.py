@@ -162,7 +162,7 @@ class LeavesOut:
         self._is_in, self._layer, self._rng = is_in, layer, rng
         self.slots, self.done = [], False
 
-    def layer(self, copies, stream, layer, runs, *, to_device):
+    def layer(self, copies, stream, layer, runs, to_device):
         copied = [(run[self._is_in] + at, run[1] + at) for run in runs for at in range(run[2])]
         mine = [target for slot, target in copied if slot in self.slots]
         if self.done or not mine or self._layer:
@@ -180,7 +180,7 @@ class LeavesOut:
         assert not np.array_equal(row[start : start + width], kept)
         row[start : start + width] = kept
 
-    def all_layers(self, copies, stream, runs, *, to_device):
+    def all_layers(self, copies, stream, runs, to_device):
         for layer in range(len(copies._pairs[to_device]) // copies._num_roles):
             self.layer(copies, stream, layer, runs, to_device=to_device)
 
@@ -193,7 +193,7 @@ def leave_out(monkeypatch):
     def install(how):
         for name in ("layer", "all_layers"):
             method = getattr(how, name)
-            monkeypatch.setattr(CpuCopies, name, lambda *given, method=method, **way: method(*given, **way))
+            monkeypatch.setattr(CpuCopies, name, lambda *given, method=method: method(*given))
         return how
 
     return install

@@ -73,6 +73,21 @@ def test_calls_of_one_step(gpu, rig):
     rig.close()
 
 
+def test_an_event_is_recorded_again_when_nobody_can_ask_for_it_any_more(gpu, rig):
+    """Who was told to wait for it waits for what was recorded then: see `cuEventRecord`."""
+    stream = rig.runtime.new_stream("any")
+    held, dropped, timed = stream.record_event(), stream.record_event(), stream.record_event(timed=True)
+    used = {event.raw.ptr for event in (held, dropped, timed)}
+    spare, spare_timed = dropped.raw.ptr, timed.raw.ptr
+    del dropped, timed
+    again = stream.record_event()
+    assert again.raw.ptr == spare
+    assert stream.record_event().raw.ptr not in used
+    assert stream.record_event(timed=True).raw.ptr == spare_timed
+    assert [entry[3] for entry in gpu.log if entry[0] == "record" and entry[2] == spare_timed] == ["timed"] * 2
+    rig.close()
+
+
 def test_an_error_the_gpu_reports_later_fails_the_transfer(gpu, rig):
     gpu.progress_on_query = False
     rig.submit(evict((0,), (0,)))
