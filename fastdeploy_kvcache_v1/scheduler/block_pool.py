@@ -1,7 +1,7 @@
 """Pools of slots: which blocks of a tier are free.
 
-A pool only knows free and allocated; the prefix tree and the requests own what is allocated. Last freed, first
-reused, whole runs at a time, so that neighbouring slots tend to stay together (copies coalesce them).
+A pool knows which slots have an owner, and which are read from outside; the prefix tree, requests and loans own them.
+Last freed, first reused, whole runs at a time, so that neighbouring slots tend to stay together (copies coalesce them).
 """
 
 from __future__ import annotations
@@ -11,42 +11,47 @@ from itertools import compress
 from typing import Generic, TypeVar
 
 from ..errors import BlockPoolError
-from ..metadata import DeviceSlot, HostSlot
 from .invariants import expect
 
 Slot = TypeVar("Slot", bound=int)
 
-_INVERTED = bytes([1, 0]) + bytes(254)
-"""Table for `translate`: an owned slot is not free."""
-
 
 class BlockPool(Generic[Slot]):
-    """Slots `0 .. size-1`. Cost of a call: O(slots handed over), never O(size). Not thread-safe."""
+    """Slots `0 .. size-1` of one tier. Cost of a call: O(slots handed over), never O(size). Not thread-safe.
 
-    level = "block"
+    A slot that is held keeps its bytes: once its owner has given it back it is *ownerless*, neither owned nor free,
+    until its last reader lets go of it.
+    """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._free: list[int] = list(range(size - 1, -1, -1))
-        self._owned = bytearray(size)
+    def __init__(self, tier: str, size: int) -> None:
+        """`tier` is its name in messages."""
+        self.size = 0
+        self._tier = tier
+        self._free: list[Slot] = []
+        self._owned = bytearray()
         """1 for each slot that has an owner."""
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self._readers: dict[Slot, int] = {}
+        """How many readers from outside hold a slot, for each that is held."""
+        self._num_ownerless = 0
+        self.resize(size)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
-    def num_allocated(self) -> int:
-        return self._size - len(self._free)
+    def num_owned(self) -> int:
+        return self.size - len(self._free) - self._num_ownerless
+
+    @property
+    def num_held(self) -> int:
+        """Slots with an owner that would not be free if the owner gave them back now."""
+        return len(self._readers) - self._num_ownerless
 
     def allocate(self, count: int) -> list[Slot]:
         """`count` slots for the caller to own. Raises `BlockPoolError` when fewer are free: ask `num_free` first."""
         if not 0 <= count <= len(self._free):
-            raise BlockPoolError(f"{self.level} pool: {count} slots wanted, {len(self._free)} of {self._size} free")
+            raise BlockPoolError(f"{self._tier} pool: {count} slots wanted, {len(self._free)} of {self.size} free")
         start = len(self._free) - count
         slots = self._free[start:]
         del self._free[start:]
@@ -54,10 +59,10 @@ class BlockPool(Generic[Slot]):
         owned = self._owned
         for slot in slots:
             owned[slot] = 1
-        return slots  # type: ignore[return-value]
+        return slots
 
     def free(self, slots: Sequence[Slot]) -> None:
-        """Take `slots` back. Raises `BlockPoolError`, freeing none, if one is not allocated or named twice."""
+        """Take `slots` back. Raises `BlockPoolError`, freeing none, if one has no owner or is named twice."""
         owned, rest = self._owned, iter(slots)
         try:  # in one pass: to check all of them first takes nearly twice as long
             if slots and min(slots) < 0:
@@ -71,127 +76,69 @@ class BlockPool(Generic[Slot]):
             for slot in slots[: max(0, done)]:
                 owned[slot] = 1
             wrong = "outside the pool, not allocated, or named twice"
-            raise BlockPoolError(f"{self.level} pool: a freed slot is {wrong}: {list(slots)[:8]}") from None
-        self._free.extend(reversed(slots))
+            raise BlockPoolError(f"{self._tier} pool: a freed slot is {wrong}: {list(slots)[:8]}") from None
+        unread = [slot for slot in slots if slot not in self._readers] if self._readers else slots
+        self._num_ownerless += len(slots) - len(unread)
+        self._free.extend(reversed(unread))
 
-    def keep_only(self, slots: Iterable[Slot]) -> None:
-        """Free everything but `slots`. Raises `BlockPoolError`, changing nothing, if one is not allocated. O(size)."""
-        kept = bytearray(self._size)
-        for slot in slots:
-            if not 0 <= slot < self._size or not self._owned[slot]:
-                raise BlockPoolError(f"{self.level} pool: slot {slot} cannot be kept, it is not allocated")
-            kept[slot] = 1
-        self._owned = kept
-        self._free = list(compress(range(self._size - 1, -1, -1), kept[::-1].translate(_INVERTED)))
-
-    def allocated_slots(self) -> frozenset[int]:
-        """Every slot that has an owner; O(size), for checks."""
-        return frozenset(compress(range(self._size), self._owned))
-
-    def check(self) -> None:
-        """Raises `InvariantError` unless free and allocated slots partition `0 .. size-1`."""
-        free, allocated = set(self._free), self.allocated_slots()
-        expect(len(free) == len(self._free), f"{self.level} pool: a slot is on the free list twice")
-        expect(not free & allocated, f"{self.level} pool: slots both free and allocated: {sorted(free & allocated)}")
-        is_whole = free | allocated == set(range(self._size)) and len(self._owned) == self._size
-        expect(is_whole, f"{self.level} pool: slots lost or out of range 0..{self._size - 1}")
-
-    def check_owners(self, slots: Sequence[Slot]) -> None:
-        """`check`, and raises `InvariantError` unless `slots`, which all owners hold, are the allocated ones."""
-        self.check()
-        expect(len(slots) == len(set(slots)), f"{self.level} pool: a slot has two owners")
-        expect(self.allocated_slots().issuperset(slots), f"{self.level} pool: a slot is used that is free")
-        num_leaked = self.num_allocated - len(slots)
-        expect(not num_leaked, f"{self.level} pool: {num_leaked} slots leaked")
-
-
-class DeviceBlockPool(BlockPool[DeviceSlot]):
-    """Slots of the device caches. The only pool whose size changes while the server runs."""
-
-    level = "device"
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._readers: dict[int, int] = {}
-        """How many readers from outside hold a slot, for each that is held."""
-        self._ownerless: set[int] = set()
-        """Held slots that their owner has given back: they become free with their last reader."""
-
-    @property
-    def num_held(self) -> int:
-        """Slots with an owner that would not be free if the owner gave them back now."""
-        return len(self._readers) - len(self._ownerless)
-
-    @property
-    def num_ownerless(self) -> int:
-        """Allocated slots that only wait for their readers."""
-        return len(self._ownerless)
-
-    def hold(self, slots: Sequence[DeviceSlot]) -> None:
+    def hold(self, slots: Sequence[Slot]) -> None:
         """One more reader of each of `slots`, which have an owner: until `let_go` their bytes stay as they are."""
         for slot in slots:
-            assert self._owned[slot] and slot not in self._ownerless, "only what has an owner is read"
+            assert self._owned[slot], "only what has an owner is read"
             self._readers[slot] = self._readers.get(slot, 0) + 1
 
-    def let_go(self, slots: Sequence[DeviceSlot]) -> None:
+    def let_go(self, slots: Sequence[Slot]) -> None:
         """One reader less of each of `slots`."""
-        unread = []
-        for slot in slots:
+        for slot in reversed(slots):
             self._readers[slot] -= 1
             if not self._readers[slot]:
                 del self._readers[slot]
-                unread.append(slot)
-        waited = [slot for slot in unread if slot in self._ownerless]
-        self._ownerless.difference_update(waited)
-        super().free(waited)
+                if not self._owned[slot]:
+                    self._num_ownerless -= 1
+                    self._free.append(slot)
 
-    def held_slots(self) -> frozenset[int]:
+    def held_slots(self) -> frozenset[Slot]:
         return frozenset(self._readers)
 
-    def free(self, slots: Sequence[DeviceSlot]) -> None:
-        """As `BlockPool.free`; a slot that is held is free once its last reader lets go of it."""
-        if not self._readers:
-            super().free(slots)
-            return
-        if not self._ownerless.isdisjoint(slots):
-            raise BlockPoolError(f"device pool: a freed slot has been given back already: {list(slots)[:8]}")
-        super().free(slots)
-        held = [slot for slot in slots if slot in self._readers]
-        if held:
-            del self._free[len(self._free) - len(slots) :]
-            self._free.extend(slot for slot in reversed(slots) if slot not in self._readers)
-            for slot in held:
-                self._owned[slot] = 1
-            self._ownerless.update(held)
+    def keep_only(self, slots: Iterable[Slot]) -> None:
+        """Owned are `slots`, and no others; what is held does not become free. Raises `BlockPoolError`, changing
+        nothing, if one of `slots` has no owner. O(size).
+        """
+        owned, is_free = bytearray(self.size), bytearray(b"\1") * self.size
+        for slot in slots:
+            if not 0 <= slot < self.size or not self._owned[slot]:
+                raise BlockPoolError(f"{self._tier} pool: slot {slot} cannot be kept, it is not allocated")
+            owned[slot], is_free[slot] = 1, 0
+        for slot in self._readers:
+            is_free[slot] = 0
+        self._owned = owned
+        self._num_ownerless = sum(not owned[slot] for slot in self._readers)
+        self._free = list(compress(range(self.size - 1, -1, -1), reversed(is_free)))  # type: ignore[arg-type]
 
-    def keep_only(self, slots: Iterable[DeviceSlot]) -> None:
-        """As `BlockPool.keep_only`; what is held stays allocated as well."""
-        owned = set(slots)
-        super().keep_only(owned | self._readers.keys())  # type: ignore[arg-type]
-        self._ownerless = self._readers.keys() - owned
-
-    def check_owners(self, slots: Sequence[DeviceSlot]) -> None:
-        super().check_owners([*slots, *self._ownerless])  # type: ignore[list-item]
-        are_read = self._ownerless <= self._readers.keys()
-        expect(are_read, "device pool: a slot waits for readers that it does not have")
-
-    def slots_above(self, size: int) -> set[int]:
-        """Allocated slots that a shrink to `size` would take away; O(slots above `size`)."""
-        return set(compress(range(size, self._size), self._owned[size:]))
+    def owned_slots(self) -> frozenset[Slot]:
+        """O(size), for checks and rare events."""
+        return frozenset(compress(range(self.size), self._owned))  # type: ignore[arg-type]
 
     def resize(self, size: int) -> None:
-        """Grow or shrink to `size` slots; none above is allocated."""
-        if size < self._size:
-            assert not self.slots_above(size), "what is in use is not taken away"
-            self._free = [slot for slot in self._free if slot < size]
-            del self._owned[size:]
-        else:
-            self._owned.extend(bytes(size - self._size))
-            self._free[:0] = range(size - 1, self._size - 1, -1)
-        self._size = size
+        """Grow or shrink to `size` slots; each above is free. O(size)."""
+        kept = [slot for slot in self._free if slot < size]
+        assert len(self._free) - len(kept) == max(0, self.size - size), "what is in use is not taken away"
+        self._free = [*range(size - 1, self.size - 1, -1), *kept]
+        self._owned = self._owned[:size].ljust(size, b"\0")
+        self.size = size
 
+    def check(self) -> None:
+        """Raises `InvariantError` unless free, owned and held slots are `0 .. size-1`, and no free one is another."""
+        free, used = set(self._free), self.owned_slots() | self._readers.keys()
+        expect(len(free) == len(self._free), f"{self._tier} pool: a slot is on the free list twice")
+        expect(not free & used, f"{self._tier} pool: slots both free and allocated: {sorted(free & used)}")
+        is_whole = free | used == set(range(self.size)) and len(self._owned) == self.size
+        expect(is_whole, f"{self._tier} pool: slots lost or out of range 0..{self.size - 1}")
 
-class HostBlockPool(BlockPool[HostSlot]):
-    """Slots of the page-locked host pool."""
-
-    level = "host"
+    def check_owners(self, slots: Sequence[Slot]) -> None:
+        """`check`, and raises `InvariantError` unless `slots`, which all owners hold, are the owned ones."""
+        self.check()
+        expect(len(slots) == len(set(slots)), f"{self._tier} pool: a slot has two owners")
+        expect(self.owned_slots().issuperset(slots), f"{self._tier} pool: a slot is used that is free")
+        num_leaked = self.num_owned - len(slots)
+        expect(not num_leaked, f"{self._tier} pool: {num_leaked} slots leaked")

@@ -27,6 +27,7 @@ from ..metadata import (
     CacheEvent,
     CacheLevel,
     DeviceSlot,
+    HostSlot,
     LoadSlots,
     MatchResult,
     NoSpace,
@@ -34,7 +35,7 @@ from ..metadata import (
     SwapStep,
     TransferResult,
 )
-from .block_pool import DeviceBlockPool, HostBlockPool
+from .block_pool import BlockPool
 from .cache_stats import CacheStats, Counters
 from .event_log import EventLog
 from .invariants import expect
@@ -66,8 +67,8 @@ class CacheManager:
         self._lock = threading.RLock()
         self._counters = Counters()
         self._events = EventLog(config.max_queued_events)
-        self._device_pool = DeviceBlockPool(config.num_device_blocks)
-        self._host_pool = HostBlockPool(config.num_host_blocks)
+        self._device_pool = BlockPool[DeviceSlot]("device", config.num_device_blocks)
+        self._host_pool = BlockPool[HostSlot]("host", config.num_host_blocks)
         self._history = ReuseHistory(self._most_watched, lambda: self._tiering.num_evictable)
         backup = BACKUP_POLICIES[config.write_policy](config)
         num_host_blocks, are_saved = config.num_host_blocks, backup.saves_at_eviction
@@ -422,17 +423,17 @@ class CacheManager:
         """O(requests)."""
         with self._lock:
             loading, on_host = self._loads.num_slots(CacheLevel.DEVICE), self._loads.num_slots(CacheLevel.HOST)
-            owned = self._requests.num_own_slots + len(self._lent) + loading + self._device_pool.num_ownerless
+            outside = self._requests.num_own_slots + len(self._lent) + loading
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),
                 device_blocks=self._device_pool.size,
                 device_free_blocks=self._device_pool.num_free,
-                device_cached_blocks=self._device_pool.num_allocated - owned,
+                device_cached_blocks=self._device_pool.num_owned - outside,
                 device_evictable_blocks=self._residency.num_device_evictable,
                 host_blocks=self._host_pool.size,
                 host_free_blocks=self._host_pool.num_free,
-                host_cached_blocks=self._host_pool.num_allocated - on_host,
+                host_cached_blocks=self._host_pool.num_owned - on_host,
                 device_loading_blocks=loading,
                 host_loading_blocks=on_host,
                 quarantined_blocks=self._loads.num_quarantined,

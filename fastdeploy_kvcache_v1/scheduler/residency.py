@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
-from .block_pool import DeviceBlockPool, HostBlockPool
+from .block_pool import BlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
 from .places import HostCopy, HostReader, RunQueue
@@ -31,8 +31,8 @@ class Residency:
 
     def __init__(
         self,
-        device_pool: DeviceBlockPool,
-        host_pool: HostBlockPool,
+        device_pool: BlockPool[DeviceSlot],
+        host_pool: BlockPool[HostSlot],
         device_order: EvictionOrder,
         host_order: EvictionOrder,
         doubles: Doubles,

@@ -145,12 +145,13 @@ class Tiering:
         Raises `PoolInUseError`, with no change, when a request or a store uses one of them or one still waits to be
         copied out. O(cache).
         """
-        above = self._residency.device_pool.slots_above(size)
+        pool = self._residency.device_pool
+        above = {slot for slot in pool.owned_slots() if slot >= size}
         hit = [run for run in self._tree.runs() if not above.isdisjoint(run.device_slots)]
         evictable = {slot for run in hit if not run.pins for slot in run.device_slots}
         outgoing = self._residency.open_copies(CacheLevel.HOST)
         to_copy = {slot for run in outgoing for slot in run.slots(DEVICE, run.start, run.end) if slot >= size}
-        read = {slot for slot in self._residency.device_pool.held_slots() if slot >= size}
+        read = {slot for slot in pool.held_slots() if slot >= size}
         in_use = (above - evictable) | to_copy | read
         if in_use:
             raise PoolInUseError(
