@@ -83,7 +83,8 @@ class CacheManager:
         self._tree = RadixTree(self._residency)
         self._lookahead = Lookahead(self._tree, self._residency, config.lookahead_requests)
         self._tiering = Tiering(backup, self._tree, self._residency, self._lookahead, self._counters)
-        learner = self._history if self._residency.learns else None
+        orders = [self._residency.device_order, *([self._residency.host_order] if num_host_blocks else [])]
+        learner = self._history if any(order.learns for order in orders) else None
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner)
         self._lent: set[DeviceSlot] = set()
         self._loads = Loads(config, self._tree, self._tiering, self._counters)
@@ -340,12 +341,12 @@ class CacheManager:
                 self._requests.end_all()
                 self._lent.clear()
             self._loads.cancel_all()
-            in_use = self._requests.start_epoch()
+            in_use = self._requests.forget_matches()
             self._history.forget()
             self._tree.detach_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
             self._tiering.told.forget()
             if force:
-                self._residency.abandon_copies()
+                self._residency.close_copies()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).

@@ -47,7 +47,7 @@ class RadixTree:
 
     def count_cached(self, hashes: Sequence[BlockHash]) -> int:
         """Length of the longest cached prefix of `hashes`, in blocks. Changes nothing."""
-        return _blocks_to(*self._find(hashes, len(hashes)))
+        return sum(count for _, count in self._look(hashes, len(hashes)))
 
     def count_on_device(self, hashes: Sequence[BlockHash]) -> int:
         """As `count_cached`, of the blocks that are on the device or that a planned copy brings there."""
@@ -166,7 +166,7 @@ class RadixTree:
         if the blocks before them are not cached, or, for the device tier, not on the device.
         """
         run, taken = self._find(hashes, end)
-        known = _blocks_to(run, taken)
+        known = sum(above.length for above in run.path()) - run.length + taken
         num_new = end - known
         has_prefix = num_new <= len(slots) and (level is CacheLevel.HOST or run.is_root or run.on_device)
         if not num_new or not has_prefix:
@@ -293,8 +293,3 @@ class RadixTree:
                 if is_there and run.open is not level:
                     events.append(CacheEvent("stored", level, tuple(run.hashes), run.parent_hash))
         return events
-
-
-def _blocks_to(run: Run, taken: int) -> int:
-    """Blocks from the start of the prompt to the first `taken` ones of `run`."""
-    return sum(above.length for above in run.path()) - run.length + taken

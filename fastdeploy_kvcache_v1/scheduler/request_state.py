@@ -25,7 +25,8 @@ class RequestState:
     """Last cached run of its prefix; the path to it is pinned by this request."""
     num_cached: int
     """Leading blocks of its table that the tree knows."""
-    epoch: int
+    writes: bool
+    """What it computes is to be cached; not after a reset of the cache that it goes on from."""
     resumed: bool
     """It ran before and was preempted."""
     step: int = -1
@@ -45,6 +46,11 @@ class RequestState:
     num_query_tokens: int = 0
     watched: Sequence[Group] = ()
     """Of its blocks, what `ReuseHistory` knew when it was admitted."""
+
+    @property
+    def may_cache(self) -> bool:
+        """What is computed on top of blocks that were reset or lost is never to be found."""
+        return self.writes and not self.leaf.detached
 
     @property
     def num_blocks(self) -> int:

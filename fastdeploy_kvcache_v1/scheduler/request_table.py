@@ -43,8 +43,6 @@ class RequestTable:
         """Number of the step that is being decided."""
         self._admitted: dict[str, RequestState] = {}
         """By this step: they may be rolled back, and count when it is taken or when they end."""
-        self._epoch = 0
-        """How often the cache was reset: what a request of an earlier epoch computes is never found."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -70,7 +68,8 @@ class RequestTable:
             length = run.end - run.start
             spans.append(MatchedSpan(length, CacheLevel.DEVICE if run.on_device else CacheLevel.HOST))
             num_cached += length
-        self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, self._epoch, resumed)
+        writes = self._caching and sequence.access.writes
+        self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, writes, resumed)
         return MatchResult(request_id, tuple(spans), self._block_size)
 
     def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
@@ -103,7 +102,7 @@ class RequestTable:
         request = self[request_id]
         end = request.committable_blocks(num_computed_tokens, self._block_size, open_step=self.step)
         first = request.num_cached
-        if end <= first or not self._may_cache(request):
+        if end <= first or not request.may_cache:
             return
         slots = request.tail[: end - first]
         runs, duplicates = self._tree.insert(request.leaf, request.sequence.hashes[first:end], slots)
@@ -113,14 +112,9 @@ class RequestTable:
 
     def uncommitted(self, request_id: str, num_computed_tokens: int) -> Sequence[BlockHash]:
         request = self[request_id]
-        if not self._may_cache(request):
+        if not request.may_cache:
             return ()
         return request.sequence.hashes[request.num_cached : num_computed_tokens // self._block_size]
-
-    def _may_cache(self, request: RequestState) -> bool:
-        """What is computed on top of blocks that were reset or lost is never to be found."""
-        is_intact = request.epoch == self._epoch and not request.leaf.detached
-        return self._caching and is_intact and request.sequence.access.writes
 
     def end(self, request_id: str) -> None:
         """Its own slots are free again; its path is pinned once less, and the most recently used one."""
@@ -192,13 +186,13 @@ class RequestTable:
         for request_id in list(self._requests):
             self.end(request_id)
 
-    def start_epoch(self) -> list[Run]:
+    def forget_matches(self) -> list[Run]:
         """The cache is to be emptied: admitted requests go on with what they have, the runs that are returned."""
-        self._epoch += 1
-        waiting = [request for request in self._requests.values() if not request.admitted]
-        for request in waiting:  # first: what they let go may be joined
-            self._forget_match(request)
-            request.epoch = self._epoch
+        for request in self._requests.values():  # first: what those that wait let go may be joined
+            if request.admitted:
+                request.writes = False
+            else:
+                self._forget_match(request)
         paths = [request.leaf.path() for request in self._requests.values()]
         return list(dict.fromkeys(run for path in paths for run in path))
 

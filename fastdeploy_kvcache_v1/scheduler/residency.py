@@ -55,11 +55,6 @@ class Residency:
         self._read: dict[HostCopy, None] = {}
         """Host copies with readers."""
 
-    @property
-    def learns(self) -> bool:
-        """Is `Run.kind` to be kept?"""
-        return self.device_order.learns or (self.host_order.learns and bool(self.host_pool.size))
-
     # ---- use
 
     def pin(self, run: Run) -> None:
@@ -128,7 +123,7 @@ class Residency:
 
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         """The pinned `run`, whose bytes are in `slots`, is now on the device."""
-        self._put_on_device(run, slots)
+        run.enter_device(slots)
         self._events.stored(CacheLevel.DEVICE, run)
 
     def move_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
@@ -309,7 +304,7 @@ class Residency:
         """Open the copy of a pinned host run into device `slots`."""
         run.open = CacheLevel.DEVICE
         self._open[run] = None
-        self._put_on_device(run, slots)
+        run.enter_device(slots)
 
     def start_swap_out(self, run: Run, slots: Sequence[HostSlot]) -> None:
         """Open the copy of a device run into host `slots`. The device side may go at once: evictions run first."""
@@ -328,7 +323,9 @@ class Residency:
         return [run for run in self._open if run.open is target]
 
     def close_copies(self) -> None:
-        """The worker is being told of every open copy: from here on, order guarantees what the tree says."""
+        """The worker is being told of every open copy: from here on, order guarantees what the tree says. (After a
+        forced reset it never will be, and all of it is forgotten.)
+        """
         for run in self._open:
             level, run.open = run.open, None
             assert level is not None
@@ -341,13 +338,6 @@ class Residency:
         self._open.clear()
         for place in self._deferred.drain(youngest_first=True):
             self.host_order.enter(place, first=True)
-
-    def abandon_copies(self) -> None:
-        """Forget open copies that will never be handed to a worker (everything has been detached and released)."""
-        for run in self._open:
-            run.open = None
-            self._free_if_unused(run)
-        self._open.clear()
 
     # ---- looking
 
@@ -380,10 +370,6 @@ class Residency:
         return [*self.host_order.queues(), self._expected[1], self._deferred, self.doubles]
 
     # ---- inside
-
-    def _put_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
-        assert run.pins and not run.on_device and len(slots) == run.length, "a run in use gets one slot per block"
-        run.enter_device(slots)
 
     def _close_unfilled(self, run: Run) -> None:
         """Cancel the swap-in of `run`, of which the worker does not know yet."""

@@ -157,6 +157,7 @@ class Run(Link):
     # ---- its slots; the caller keeps pools, counts and queues
 
     def enter_device(self, slots: Sequence[DeviceSlot]) -> None:
+        assert self.pins and not self.on_device and len(slots) == self.length, "a run in use gets one slot per block"
         self.change_device_slots(slots)
         self.on_device = True
         assert self.parent is not None

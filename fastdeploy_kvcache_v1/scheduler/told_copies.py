@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 from ..metadata import CacheLevel
-from .run import HOST, Cells, Run
+from .run import HOST, WIDTH, Cells, Run
 
 REMEMBERED_STEPS = 256
 """A copy that fails later than this many steps with copies after it was told is searched for in the whole cache."""
-
-LOOKED_AT_ONCE = 64
-"""Blocks."""
 
 
 class ToldCopy:
@@ -60,15 +57,12 @@ class ToldCopy:
         start = self._looked_at
         for low, high in ((start, self._count), (0, start)):
             for run, first, last in parts:
-                begin, end = max(first, self._first + low), min(last, self._first + high)
-                for at in range(begin, end, LOOKED_AT_ONCE):
-                    some = run.slots(HOST, at, min(at + LOOKED_AT_ONCE, end))
-                    places = [at + number for number, slot in enumerate(some) if slot in slots]
-                    if places:
-                        found.setdefault(run, []).extend(places)
-                        most -= len(places)
-                        self._looked_at = places[-1] + 1 - self._first
-                    if most <= 0:
+                for place in range(max(first, self._first + low), min(last, self._first + high)):
+                    if self._cells[WIDTH * place + HOST] in slots:
+                        found.setdefault(run, []).append(place)
+                        most -= 1
+                        self._looked_at = place + 1 - self._first
+                    if not most:
                         return found
         return found
 

@@ -104,7 +104,7 @@ def text(world: World) -> str:
         own = _slots("d", state.tail), list(state.duplicates), _slots("d", list(state.duplicates.values()))
         tokens = state.step == open_step, state.num_tokens, state.num_closed_tokens, state.num_cached
         rows = [(pending.index(step), end) for step, end in life.rows.items() if step in pending]
-        flags = name in requests._admitted, state.epoch == requests._epoch, counts_hits and state.resumed
+        flags = name in requests._admitted, state.may_cache, counts_hits and state.resumed
         ours = life.is_admitted, life.allocated, life.told, life.committed, world.computed(life), life.tags[0], rows
         parts.append([name, number.get(state.leaf), own, tokens, flags, state.has_committed, bool(life.rows), ours])
     for step in sorted({*pending, *world.backed_up}):

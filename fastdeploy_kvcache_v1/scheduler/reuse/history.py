@@ -50,6 +50,8 @@ class ReuseHistory:
         """What was used less than so long ago, an LRU order would still hold."""
         self._watched = WatchedBlocks()
         self._worths = ALL_EQUAL
+        self.ripening: Sequence[int] = ()
+        """Classes whose youngest blocks may be worth less than older ones."""
 
     def __len__(self) -> int:
         """Blocks that are watched."""
@@ -64,11 +66,6 @@ class ReuseHistory:
         """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
         age = self.now - run.last_use
         return self._worths[run.kind][AGE_CLASSES[(age * age).bit_length()]]
-
-    @property
-    def ripening(self) -> Sequence[int]:
-        """Classes whose youngest blocks may be worth less than older ones."""
-        return self._rates.ripening if self._judge.trusts else ()
 
     def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> Sequence[Group]:
         """A request is admitted that has these blocks; it finds `num_cached` of them. Returns what `ended` takes."""
@@ -125,4 +122,5 @@ class ReuseHistory:
         if self.lru_age < self.now:
             self._judge.refresh()
         self._rates.refresh(DOUBT * self._num_blocks_seen / self.now, is_wanted=self._judge.trusts)
-        self._worths = self._rates.worths if self._judge.trusts else ALL_EQUAL
+        rates, rules = self._rates, self._judge.trusts
+        self._worths, self.ripening = (rates.worths, rates.ripening) if rules else (ALL_EQUAL, ())
