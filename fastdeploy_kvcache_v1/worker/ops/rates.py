@@ -40,8 +40,8 @@ class Timing(NamedTuple):
 class Rates:
     """What was found. A way that is not in `timings` is not used, `RUNS` apart where nothing could be tried."""
 
-    timings: Mapping[str, Mapping[bool, tuple[Timing, ...]]] = field(default_factory=dict)
-    """By way, by whether the copy goes to the device; in the order of row sizes."""
+    timings: Mapping[str, Sequence[Sequence[Timing]]] = field(default_factory=dict)
+    """By way: those of copies from the device, and those of copies to it; in the order of row sizes."""
     left: Mapping[str, str] = field(default_factory=dict)
     """Ways that are not used, and why."""
     reach: int = 0

@@ -6,23 +6,22 @@ Lines on stdout say what is being tried; the last one is an `Answer`.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import TransferError
+from ..ops.copies import Copies, CpuCopies
 from ..ops.cuda_copies import CudaCopies
 from ..ops.rates import JOINED, Rates, Timing
 from ..ops.rows import BlockRows, ByteRows, CopyRuns, LayerRows, plan_runs
@@ -30,10 +29,10 @@ from ..ops.trial import LIMIT_S, Answer
 from .cuda import CudaStream, stream_on
 
 WINDOW = 72 << 20
-"""Bytes at the start of each tier that copies use; at its end `FAR_ROWS` rows are used as well."""
+"""Bytes at the start of each tier that copies use; at its end the last of `FAR_SLOTS` are used as well."""
 
-FAR_ROWS, FAR_ROW, FAR_BLOCK = 16, 64 << 10, 1 << 20
-"""Rows that lie as far from the first ones as the tiers are large, and the bytes from one host block to the next."""
+FAR_SLOTS, FAR_ROW, FAR_BLOCK = 8, 64 << 10, 1 << 20
+"""Half of these rows lie as far from the others as the tiers are large; the bytes of one, and of its host block."""
 
 DEVICE_BYTES, HOST_BYTES = 5 << 30, 1 << 40
 """Of the tiers, where there is so much: past what 32 bits count. The host's are addresses, few of them with memory."""
@@ -45,7 +44,7 @@ WIDTHS = ((512,), (4096, 2048), (7, 100), (4112,), (64 << 10,), (256 << 10,))
 """Bytes of a row, of each layer."""
 
 MOST_BLOCKS, MOST_BYTES = 8192, 16 << 20
-"""Of a tier whose every byte is compared."""
+"""Of a tier whose every byte is compared; 4,000 runs each way of narrow rows."""
 
 TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2
 """Of a copy that is timed; they take twice as much of both tiers."""
@@ -61,192 +60,153 @@ _PORTABLE_AND_MAPPED = 3
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE, which Python names from 3.11 on."""
 
-
-Places = npt.NDArray[np.int64]
-Images = list[ByteRows]
-"""What the used slots of a tier hold, or have to hold: uint8 `[slots, bytes of a row]` for each layer."""
+Slots = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class _Case:
-    """Two tiers, dense on the device, by blocks on the host, of layers with one role; and the slots that are used."""
+class _Tiers:
+    """Of layers with one role: dense on the device, by blocks on the host. The first and the last slots are used."""
 
-    widths: tuple[int, ...]
-    device: list[LayerRows]
-    host: list[LayerRows]
-    device_slots: Places
-    host_slots: Places
+    def __init__(
+        self, places: Sequence[int], slots: Sequence[int], used: int, widths: Sequence[int], block: int, *, on_gpu: bool
+    ) -> None:
+        """`places` and `slots` are the device's and the host's, `block` is the bytes of a host block."""
+        self.widths, self.used = tuple(widths), used
+        self._places, self._slots, self._slot_bytes = places, slots, (sum(widths), block)
+        self.device, self.host = [], []
+        for start, width in zip(accumulate(widths, initial=0), widths, strict=False):
+            dense = BlockRows(places[0] + start * slots[0], slots[0], width, width, on_gpu=on_gpu)
+            self.device.append(LayerRows([dense]))
+            self.host.append(LayerRows([BlockRows(places[1] + start, slots[1], width, block)]))
 
-    def plan(self, device: Places, host: Places, *, to_device: bool) -> CopyRuns:
-        """From places among the slots of one tier to as many of the other's."""
-        sides = [(self.host_slots[host], self.host), (self.device_slots[device], self.device)]
-        (of, sources), (to, targets) = sides if to_device else sides[::-1]
-        num_sources, num_targets = sources[0][0].num_rows, targets[0][0].num_rows
-        return plan_runs(of.tolist(), to.tolist(), num_sources=num_sources, num_targets=num_targets)
+    def twin(self, random: np.random.Generator) -> tuple[_Tiers, list[ByteRows]]:
+        """The used slots alone, in plain memory, and the bytes of both sides, which are random."""
+        contents = [random.integers(0, 256, self.used * nbytes, np.uint8) for nbytes in self._slot_bytes]
+        places, slots = [each.ctypes.data for each in contents], (self.used, self.used)
+        return _Tiers(places, slots, self.used, self.widths, self._slot_bytes[1], on_gpu=False), contents
 
-    def ranges(self, images: Images) -> Iterator[tuple[int, ByteRows]]:
-        """Where neighbouring slots lie on the device, and the rows of an image that are theirs."""
-        edges = [0, *(np.flatnonzero(np.diff(self.device_slots) != 1) + 1).tolist(), len(self.device_slots)]
-        for (rows,), image in zip(self.device, images, strict=True):
-            for first, end in pairwise(edges):
-                yield rows.address + int(self.device_slots[first]) * rows.pitch, image[first:end]
+    def pieces(self, contents: Sequence[ByteRows]) -> Iterator[tuple[int, ByteRows]]:
+        """Where the bytes of a twin are in these tiers."""
+        for place, slots, nbytes, part in zip(self._places, self._slots, self._slot_bytes, contents, strict=True):
+            half = len(part) // 2
+            yield place, part[:half]
+            yield place + slots * nbytes - len(part[half:]), part[half:]
 
-
-class _Memory:
-    """Both tiers, as large as the machine allows, for cases of every width. Goes with the process."""
-
-    def __init__(self, cupy: Any) -> None:
-        self._runtime = cupy.cuda.runtime
-        free, _total = self._runtime.memGetInfo()
-        self.device_bytes = min(DEVICE_BYTES, (free - SLACK) // FAR_BLOCK * FAR_BLOCK)
-        if self.device_bytes < WINDOW:
-            raise MemoryError(f"the GPU has {free} bytes free, a trial takes {WINDOW + SLACK}")
-        self.device = int(self._runtime.malloc(self.device_bytes))
-        self._map = _far_mapping(HOST_BYTES, self.device_bytes)
-        self.host_bytes = len(self._map)
-        self.host = np.frombuffer(self._map, np.uint8).ctypes.data
-        far = FAR_ROWS * FAR_BLOCK
-        for start, nbytes in ((0, WINDOW), (self.host_bytes - far, far)):
-            self._runtime.hostRegister(self.host + start, nbytes, _PORTABLE_AND_MAPPED)
-
-    @property
-    def reach(self) -> int:
-        """Past the border of 32 bits a tier of the device is like one of the host, which is larger."""
-        return self.host_bytes if self.device_bytes >= DEVICE_BYTES else self.device_bytes
-
-    def case(self, widths: tuple[int, ...], slots: int) -> _Case:
-        """Tiers of so many slots, all of them used."""
-        every = np.arange(slots)
-        return self._case(widths, slots, slots, sum(widths), every, every)
-
-    def far_case(self) -> _Case:
-        """The first rows and the last ones."""
-        device, host = self.device_bytes // FAR_ROW, self.host_bytes // FAR_BLOCK
-        ends = [np.r_[0:FAR_ROWS, slots - FAR_ROWS : slots] for slots in (device, host)]
-        return self._case((FAR_ROW,), device, host, FAR_BLOCK, *ends)
-
-    def _case(self, widths: tuple[int, ...], device: int, host: int, pitch: int, *used: Places) -> _Case:
-        of_device, of_host = [], []
-        for start, width in zip([0, *accumulate(widths[:-1])], widths, strict=True):
-            place = self.device + start * device
-            of_device.append(LayerRows([BlockRows(place, device, width, width, on_gpu=True)]))
-            of_host.append(LayerRows([BlockRows(self.host + start, host, width, pitch)]))
-        return _Case(widths, of_device, of_host, *used)
-
-    def write(self, case: _Case, device: Images, host: Images) -> None:
-        for (rows,), image in zip(case.host, host, strict=True):
-            rows.array[case.host_slots] = image
-        for place, part in case.ranges(device):
-            self._runtime.memcpy(place, part.ctypes.data, part.nbytes, self._runtime.memcpyHostToDevice)
-        self._runtime.streamSynchronize(0)  # a call may return while the last bytes are on their way
-
-    def differing(self, case: _Case, device: Images, host: Images) -> int:
-        """How many bytes are others."""
-        pairs = [(rows.array[case.host_slots], image) for (rows,), image in zip(case.host, host, strict=True)]
-        for place, part in case.ranges(device):
-            pairs.append((np.empty_like(part), part))
-            self._runtime.memcpy(pairs[-1][0].ctypes.data, place, part.nbytes, self._runtime.memcpyDeviceToHost)
-        self._runtime.streamSynchronize(0)
-        return sum(int(np.count_nonzero(found != expected)) for found, expected in pairs)
-
-
-def _far_mapping(nbytes: int, least: int) -> mmap.mmap:
-    """Addresses of so many bytes; of fewer, down to `least`, where the system refuses. Raises `MemoryError`."""
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE  # a process's limit on data counts what is private
-    while True:
-        try:
-            return mmap.mmap(-1, nbytes, flags=flags)
-        except OSError as error:
-            if nbytes <= least:
-                raise MemoryError(f"the system refused {nbytes} bytes of addresses: {error}") from error
-            nbytes = max(least, nbytes // 4)
+    def plan(self, device: Slots, host: Slots, *, to_device: bool) -> CopyRuns:
+        """From numbers among the used slots of one tier to as many of the other's."""
+        sides = [
+            ((numbers + (numbers >= self.used // 2) * (slots - self.used)).tolist(), slots)
+            for numbers, slots in zip((device, host), self._slots, strict=True)
+        ]
+        (to, num_targets), (of, num_sources) = sides if to_device else sides[::-1]
+        return plan_runs(of, to, num_sources=num_sources, num_targets=num_targets)
 
 
 class _Trial:
+    """Of one way on one GPU. Its memory goes with the process."""
+
     def __init__(self, cupy: Any, way: str, device: int) -> None:
-        self._cupy, self._way = cupy, way
+        self._cupy, self._runtime, self._way = cupy, cupy.cuda.runtime, way
         self._into, self._out, self._compute = (stream_on(device, name) for name in ("in", "out", "compute"))
-        self._memory = _Memory(cupy)
-        self._scratch = int(cupy.cuda.runtime.malloc(2 << 20))
         self._random = np.random.default_rng(0)
+        free, _total = self._runtime.memGetInfo()
+        device_bytes = min(DEVICE_BYTES, (free - SLACK) // FAR_BLOCK * FAR_BLOCK)
+        if device_bytes < WINDOW:
+            raise MemoryError(f"the GPU has {free} bytes free, a trial takes {WINDOW + SLACK}")
+        self._map = _addresses([*(HOST_BYTES >> shift for shift in range(0, 8, 2)), device_bytes])
+        self._nbytes = device_bytes, len(self._map)
+        self._places = int(self._runtime.malloc(device_bytes)), np.frombuffer(self._map, np.uint8).ctypes.data
+        self._scratch = int(self._runtime.malloc(2 << 20))
+        far = FAR_SLOTS // 2 * FAR_BLOCK
+        for start, nbytes in ((0, WINDOW), (len(self._map) - far, far)):
+            self._runtime.hostRegister(self._places[1] + start, nbytes, _PORTABLE_AND_MAPPED)
 
     def answer(self, row_bytes: Sequence[int]) -> Answer:
-        cases = [self._memory.case(widths, _most(widths)) for widths in (*WIDTHS, tuple(row_bytes))]
-        for case in (*cases, self._memory.far_case()):
-            with self._copies(case) as copies:
-                for together in (1, 3, len(case.device_slots) // 2):
-                    print(f"rows of {case.widths} bytes, {together} in a run", flush=True)
-                    if wrong := self._differing(case, copies, together):
-                        left = f"{wrong} bytes were others, rows of {case.widths} bytes, {together} in a run"
-                        return Answer(left, is_wrong=True, is_lasting=False)
-        timings = [(to, *self._timing(each, to_device=to)) for to in (True, False) for each in row_bytes]
-        reach = self._memory.reach
-        return Answer(reach=reach, timings=timings, is_lasting=reach > DEVICE_BYTES)
+        far = self._nbytes[0] // FAR_ROW, self._nbytes[1] // FAR_BLOCK
+        cases = [self._tiers(widths, min(MOST_BLOCKS, MOST_BYTES // sum(widths))) for widths in (*WIDTHS, row_bytes)]
+        for tiers in (*cases, _Tiers(self._places, far, FAR_SLOTS, (FAR_ROW,), FAR_BLOCK, on_gpu=True)):
+            copies = self._copies(tiers)
+            for together in (1, 3, tiers.used // 2):
+                what = f"rows of {tiers.widths} bytes, {together} in a run"
+                print(what, flush=True)
+                if wrong := self._wrong_bytes(copies, tiers, together):
+                    return Answer(f"{wrong} bytes were others, {what}", is_wrong=True, is_lasting=False)
+            copies.close()
+        out, into = (tuple(self._timing(each, to_device=to) for each in row_bytes) for to in (False, True))
+        # Past the border of 32 bits a tier of the device is like one of the host, which is larger.
+        reach = self._nbytes[self._nbytes[0] >= DEVICE_BYTES]
+        return Answer(reach=reach, timings=(out, into), is_lasting=reach > DEVICE_BYTES)
 
-    @contextmanager
-    def _copies(self, case: _Case) -> Iterator[CudaCopies]:
+    def _tiers(self, widths: Sequence[int], slots: int) -> _Tiers:
+        """All of their slots are used, 8 at least."""
+        slots = max(8, slots)
+        return _Tiers(self._places, (slots, slots), slots, widths, sum(widths), on_gpu=True)
+
+    def _copies(self, tiers: _Tiers) -> CudaCopies:
         """By the way that is tried, alone. Raises `TransferError` where it is left."""
-        timings = dict.fromkeys((True, False), (Timing(1, 1.0, 1.0),))
-        copies = CudaCopies(self._cupy, case.device, case.host, Rates({self._way: timings}, reach=1 << 62))
+        timings = (Timing(1, 1.0, 1.0),)
+        copies = CudaCopies(self._cupy, tiers.device, tiers.host, Rates({self._way: (timings, timings)}, reach=1 << 62))
         if self._way in copies.left:
             raise TransferError(copies.left[self._way])
-        yield copies
-        copies.close()  # not while they run: after a failure it is for the end of the process
+        return copies
 
-    def _differing(self, case: _Case, copies: CudaCopies, together: int) -> int:
-        """Half of the blocks go in while the other half goes out, `together` neighbours in a run."""
-        half = len(case.device_slots) // 2
-        device_order, host_order = (self._order(2 * half, together) for _ in range(2))
-        device, host = (
-            [self._random.integers(0, 256, (len(slots), width), np.uint8) for width in case.widths]
-            for slots in (case.device_slots, case.host_slots)
-        )
-        self._memory.write(case, device, host)
-        into = case.plan(device_order[:half], host_order[:half], to_device=True)
-        out = case.plan(device_order[half:], host_order[half:], to_device=False)
-        for number in range(64):
-            self._copy_scratch(number)
-        for layer in range(len(case.widths)):
-            copies.layer(self._into, layer, into, to_device=True)
-        copies.all_layers(self._out, out, to_device=False)
+    def _wrong_bytes(self, copies: CudaCopies, tiers: _Tiers, together: int) -> int:
+        """How many there are when half of the blocks went in and the other half went out, `together` neighbours in a
+        run. What they have to be, a CPU's copies say in a twin.
+        """
+        (twin, contents), orders = tiers.twin(self._random), [self._order(tiers.used, together) for _ in "io"]
+        for place, part in tiers.pieces(contents):
+            self._copy(place, part.ctypes.data, part.nbytes)
+        for _ in range(64):
+            half, handle = 1 << 20, self._compute.handle
+            self._runtime.memcpyAsync(self._scratch + half, self._scratch, half, self._runtime.memcpyDefault, handle)
+        self._exchange(copies, tiers, *orders)
+        self._exchange(CpuCopies(twin.device, twin.host), twin, *orders)
         for stream in (self._into, self._out, self._compute):
             stream.synchronize()
-        for on_device, on_host in zip(device, host, strict=True):
-            on_device[device_order[:half]] = on_host[host_order[:half]]
-            on_host[host_order[half:]] = on_device[device_order[half:]]
-        return self._memory.differing(case, device, host)
+        wrong = 0
+        for place, part in tiers.pieces(contents):
+            found = np.empty_like(part)
+            self._copy(found.ctypes.data, place, part.nbytes)
+            wrong += int(np.count_nonzero(found != part))
+        return wrong
 
-    def _order(self, count: int, together: int) -> Places:
+    def _copy(self, to: int, of: int, nbytes: int) -> None:
+        self._runtime.memcpy(to, of, nbytes, self._runtime.memcpyDefault)
+        self._runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
+
+    def _exchange(self, copies: Copies, tiers: _Tiers, device: Slots, host: Slots) -> None:
+        half = tiers.used // 2
+        into = tiers.plan(device[:half], host[:half], to_device=True)
+        for layer in range(len(tiers.widths)):
+            copies.layer(self._into, layer, into, to_device=True)
+        out = tiers.plan(device[half:], host[half:], to_device=False)
+        copies.all_layers(self._out, out, to_device=False)
+
+    def _order(self, count: int, together: int) -> Slots:
         groups = self._random.permutation(math.ceil(count / together))
         order = (groups[:, None] * together + np.arange(together)).ravel()
         return order[order < count]
 
-    def _copy_scratch(self, number: int) -> None:
-        half = 1 << 20
-        to = self._scratch + half * (number % 2)
-        of, runtime = self._scratch + half - half * (number % 2), self._cupy.cuda.runtime
-        runtime.memcpyAsync(to, of, half, runtime.memcpyDeviceToDevice, self._compute.handle)
-
     def _timing(self, width: int, *, to_device: bool) -> Timing:
         print(f"timing rows of {width} bytes, {'to' if to_device else 'from'} the device", flush=True)
         blocks = max(JOINED, min(TIMED_BLOCKS, TIMED_BYTES // width) // JOINED * JOINED)
-        case = self._memory.case((width,), 2 * blocks)
-        mixed = self._random.permutation(blocks)
+        tiers = self._tiers((width,), 2 * blocks)
         groups = 17 * self._random.permutation(blocks // JOINED)[:, None] + np.arange(JOINED)
-        sorted_groups = np.sort(groups, axis=0)
-        shapes = [(2 * np.arange(blocks), 2 * mixed), (sorted_groups.ravel(), groups.ravel())]
-        stream = self._into if to_device else self._out
-        with self._copies(case) as copies:
-            apart, joined = (
-                _nanoseconds(copies, stream, case.plan(*shape, to_device=to_device), to_device=to_device) / blocks
-                for shape in shapes
-            )
-        return Timing(width, apart, joined)
+        apart = 2 * np.arange(blocks), 2 * self._random.permutation(blocks)
+        joined = np.sort(groups, axis=0).ravel(), groups.ravel()
+        copies, stream = self._copies(tiers), self._into if to_device else self._out
+        plans = (tiers.plan(*shape, to_device=to_device) for shape in (apart, joined))
+        timing = Timing(width, *(_nanoseconds(copies, stream, plan, to_device=to_device) / blocks for plan in plans))
+        copies.close()
+        return timing
 
 
-def _most(widths: tuple[int, ...]) -> int:
-    """Slots of a tier whose every byte is compared; 4,000 runs each way of narrow rows."""
-    return max(8, min(MOST_BLOCKS if len(widths) == 1 else MOST_BLOCKS // 8, MOST_BYTES // sum(widths)))
+def _addresses(sizes: Sequence[int]) -> mmap.mmap:
+    """Of the first of these sizes that the system does not refuse. Raises `MemoryError`."""
+    for nbytes in sizes:
+        with suppress(OSError):  # a process's limit on data counts what is private
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    raise MemoryError(f"the system refused {nbytes} bytes of addresses")
 
 
 def _nanoseconds(copies: CudaCopies, stream: CudaStream, runs: CopyRuns, *, to_device: bool) -> float:
@@ -274,11 +234,7 @@ def try_way(way: str, device: int, row_bytes: Sequence[int]) -> Answer:
         return Answer(f"{error}".partition("\n")[0] or type(error).__name__, is_lasting=not lacks_memory)
 
 
-def main() -> None:
+def main(way: str, device: str, *row_bytes: str) -> None:
     signal.alarm(2 * int(LIMIT_S))  # where who started it has died
-    print(json.dumps(try_way(**json.loads(sys.argv[-1]))._asdict()), flush=True)
+    print(msgspec.json.encode(try_way(way, int(device), [*map(int, row_bytes)])).decode(), flush=True)
     os._exit(0)  # what a broken context does at the end of a process, it does not do here
-
-
-if __name__ == "__main__":
-    main()

@@ -22,9 +22,9 @@ from tests.worker.ops.copies import Memory, on_device, only
 
 EVERY_WAY = Rates(
     {
-        "kernel": dict.fromkeys((True, False), (Timing(16, 20, 20),)),
-        "batch": dict.fromkeys((True, False), (Timing(16, 30, 10),)),
-        "runs": dict.fromkeys((True, False), (Timing(16, 90, 5),)),
+        "kernel": [[Timing(16, 20, 20)]] * 2,
+        "batch": [[Timing(16, 30, 10)]] * 2,
+        "runs": [[Timing(16, 90, 5)]] * 2,
     },
     reach=1 << 40,
 )

@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker.ops import trial
-from fastdeploy_kvcache_v1.worker.ops.rates import BATCH, KERNEL, RUNS, WAYS, Rates
-from fastdeploy_kvcache_v1.worker.ops.trial import CHOICE, Ended
+from fastdeploy_kvcache_v1.worker.ops.rates import BATCH, KERNEL, RUNS, WAYS, Rates, Timing
+from fastdeploy_kvcache_v1.worker.ops.trial import CHOICE
 from fastdeploy_kvcache_v1.worker.runtime import copy_trial
 from tests.gpu.in_process import STAND_IN
 
@@ -31,11 +34,11 @@ CALLS = {KERNEL: "cuLaunchKernelEx", BATCH: "cuMemcpyBatchAsync", RUNS: "cuMemcp
 def machine(monkeypatch, tmp_path):
     """A driver without blemish, and an empty cache directory."""
     release = tmp_path / "version"
-    release.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Wed\n")
+    release.write_text("570.86.10\n")
     monkeypatch.setenv("FASTDEPLOY_KVCACHE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(CHOICE, raising=False)
-    monkeypatch.setattr(trial, "RELEASE_FILES", (str(tmp_path / "no-file"), str(release)))
-    monkeypatch.setattr(trial, "_release_by_nvml", lambda: "")
+    monkeypatch.setattr(trial, "_MODULE_RELEASE", release)
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=FileNotFoundError))
     monkeypatch.setattr(trial, "_known", Rates())
     return SimpleNamespace(release=release, kept=tmp_path / "cache" / "copies")
 
@@ -46,16 +49,15 @@ class Trials:
     def __init__(self, gpu):
         self.gpu, self.asked, self.said = gpu, [], {}
 
-    def __call__(self, task):
-        way = json.loads(task)["way"]
+    def __call__(self, way, device, sizes):
         self.asked.append(way)
         if way in self.said:
             return self.said[way]
-        answer = copy_trial.try_way(**json.loads(task))
+        answer = copy_trial.try_way(way, device, sizes)
         self.gpu.run_all()  # as when a process ends
         self.gpu.broken = 0
         self.gpu.registered.clear()
-        return Ended(0, json.dumps(answer._asdict()), "")
+        return 0, msgspec.json.encode(answer).decode()
 
     def rates(self, row_bytes=(), device=0):
         """And which ways were tried for them."""
@@ -93,18 +95,19 @@ IN_PROCESS = {
     "is refused": "CUDA error 222",
     "is missing": "this CUDA driver has no {}: install a newer one",
 }
+TIMED = '"timings": [[[8192, 1.0, 1.0]], [[8192, 1.0, 1.0]]]'
 SAID = {
-    Ended(None, "rows of (512,) bytes, 1 in a run\n", ""): "not done within 60 s, rows of (512,) bytes, 1 in a run",
-    Ended(-11, "rows of (512,) bytes, 1 in a run\n", ""): "Segmentation fault, rows of (512,) bytes",
-    Ended(3, "", "Traceback:\nImportError: no cupy"): "status 3: ImportError: no cupy",
-    Ended(0, "", ""): "status 0",
-    Ended(0, "{half of an answ", ""): "status 0",
-    Ended(0, '{"reach": 5, "unknown": 1}', ""): "status 0",
-    Ended(0, '{"reach": 5, "timings": []}', ""): "status 0",
-    Ended(0, '{"reach": 5, "timings": [[true, 8192, 1.0, 1.0], [false, 8192, 1.0, 0.0]]}', ""): "status 0",
-    Ended(0, '{"timings": [[true, 8192, 1.0, 1.0], [false, 8192, 1.0, 1.0]]}', ""): "status 0",
-    Ended(-11, '{"reach": 5, "timings": [[true, 8192, 1.0, 1.0], [false, 8192, 1.0, 1.0]]}', ""): "Segmentation fault",
-    Ended(1, '{"left": "the reason"}', ""): "the reason",
+    (None, "rows of (512,) bytes, 1 in a run\n"): "not done within 60 s: rows of (512,) bytes, 1 in a run",
+    (-11, "rows of (512,) bytes, 1 in a run\n"): "Segmentation fault: rows of (512,) bytes",
+    (3, "Traceback:\nImportError: no cupy"): "status 3: ImportError: no cupy",
+    (0, ""): "status 0",
+    (0, "{half of an answ"): "status 0",
+    (0, '{"reach": "five"}'): "status 0",
+    (0, '{"reach": 5, "timings": [[], []]}'): "status 0",
+    (0, '{"reach": 5, "timings": [[[8192, 1.0, 1.0]], [[8192, 1.0, 0.0]]]}'): "status 0",
+    (0, f"{{{TIMED}}}"): "status 0",
+    (-11, f'{{"reach": 5, {TIMED}}}'): "Segmentation fault",
+    (1, '{"left": "the reason"}'): "the reason",
 }
 
 
@@ -144,7 +147,7 @@ def test_where_nothing_can_be_tried_plain_copies_are_used_with_one_warning(trial
     elif what == "allocation fails":
         trials.gpu.statuses["cuMemAlloc"] = 2
     else:
-        trials.said = dict.fromkeys(WAYS, Ended(None, "rows of (512,) bytes\n", ""))
+        trials.said = dict.fromkeys(WAYS, (None, "rows of (512,) bytes\n"))
     with caplog.at_level(logging.WARNING):
         rates = trials.rates()
     assert (rates.ways, rates.reach, dict(rates.timings)) == ((RUNS,), 0, {})
@@ -164,8 +167,7 @@ def test_a_gpu_with_little_memory_says_how_far_tiers_were_tried_and_is_tried_aga
 
 
 def test_no_way_is_used_farther_than_all_were_tried(trials):
-    timings = [[to, 8 * KB, 1.0, 1.0] for to in (True, False)]
-    trials.said[BATCH] = Ended(0, json.dumps({"reach": 5, "timings": timings}), "")
+    trials.said[BATCH] = 0, f'{{"reach": 5, {TIMED}}}'
     assert trials.rates().reach == 5
 
 
@@ -329,22 +331,19 @@ def test_batches_of_a_doubtful_driver_are_tried_only_where_they_are_forced(trial
     assert trials.asked == [BATCH]
 
 
-def test_the_release_is_asked_of_nvml_where_the_system_does_not_say(machine, monkeypatch):
+def test_the_release_is_asked_of_nvidias_tool_where_the_system_does_not_say(machine, monkeypatch):
     assert trial.driver_release() == "570.86.10"
     machine.release.unlink()
-    monkeypatch.undo()
-    monkeypatch.setattr(trial, "RELEASE_FILES", ())
-    nvml = SimpleNamespace(
-        nvmlInit_v2=lambda: 0,
-        nvmlSystemGetDriverVersion=lambda text, size: setattr(text, "value", b"580.159.04"),
-        nvmlShutdown=lambda: None,
-    )
-    monkeypatch.setattr(trial.ctypes, "CDLL", lambda name: nvml)
-    assert trial.driver_release() == "580.159.04"
-    nvml.nvmlInit_v2 = lambda: 9
     assert trial.driver_release() == ""
-    monkeypatch.setattr(trial.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
-    assert trial.driver_release() == ""
+    for tool, found in [
+        (Mock(return_value=SimpleNamespace(stdout="580.159.04\n580.159.04\n")), "580.159.04"),
+        (Mock(side_effect=subprocess.CalledProcessError(9, "nvidia-smi")), ""),
+        (Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30)), ""),
+    ]:
+        monkeypatch.setattr(subprocess, "run", tool)
+        assert trial.driver_release() == found
+        assert tool.call_args.kwargs["check"]
+        assert tool.call_args.kwargs["timeout"] == 30
 
 
 # ---- what is kept
@@ -384,10 +383,10 @@ def test_another_one_is_tried_again(trials, machine, monkeypatch, tmp_path, what
 @pytest.mark.parametrize(
     ("said", "is_kept"),
     [
-        (Ended(None, "rows of (512,) bytes\n", ""), True),
-        (Ended(None, "", ""), False),
-        (Ended(-9, "rows of (512,) bytes\n", ""), False),
-        (Ended(0, '{"left": "why"}', ""), True),
+        ((None, "rows of (512,) bytes\n"), True),
+        ((None, ""), False),
+        ((-9, "rows of (512,) bytes\n"), False),
+        ((0, '{"left": "why"}'), True),
     ],
 )
 def test_what_may_be_otherwise_another_time_is_not_kept(trials, said, is_kept):
@@ -417,25 +416,25 @@ def test_a_machine_that_keeps_nothing_tries_every_time(trials, monkeypatch, tmp_
         assert trials.asked == [*WAYS]
 
 
-def test_ranks_take_turns_and_one_gpu_is_tried_once(machine, monkeypatch):
+def test_ranks_take_turns_and_one_gpu_is_tried_once(machine):
     """Both would meet at the barrier if they tried at once."""
-    barrier, asked, timed = threading.Barrier(2), [], [[to, 8 * KB, 1.0, 1.0] for to in (True, False)]
+    barrier, asked = threading.Barrier(2), []
 
-    def run(task):
-        asked.append(json.loads(task)["device"])
-        with pytest.raises(threading.BrokenBarrierError):
-            barrier.wait(0.3)
-        barrier.reset()
-        return Ended(0, json.dumps({"reach": 1 << 40, "timings": timed}), "")
+    def rank(number, gpu):
+        def ask(way):
+            asked.append(number)
+            with pytest.raises(threading.BrokenBarrierError):
+                barrier.wait(0.3)
+            barrier.reset()
+            return trial.Answer(reach=1 << 40, timings=[[Timing(8 * KB, 1.0, 1.0)]] * 2)
 
-    def rank(number, key):
-        return trial._answers([1, key, "570"], [KERNEL], number, [8 * KB], run)
+        return trial._answers(gpu, [KERNEL], [8 * KB], ask)
 
     with ThreadPoolExecutor(3) as ranks:
         found = [*ranks.map(rank, range(3), ["one GPU", "another", "another"])]
     assert len({*asked} & {1, 2}) == 1
     assert sorted(asked).count(0) == 1
-    assert found[1] == found[2]
+    assert [*map(msgspec.json.encode, found)] == [msgspec.json.encode(found[0])] * 3
 
 
 # ---- the fastest way (GPU-6)
@@ -481,7 +480,7 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
 def test_half_of_the_submitting_threads_time_counts(trials, monkeypatch):
     trials.gpu.copy_ns = lambda *_: 16_000.0
     monkeypatch.setattr(copy_trial.time, "perf_counter_ns", partial(next, count(0, 32_000)))
-    for timings in trials.rates().timings[KERNEL].values():
+    for timings in trials.rates().timings[KERNEL]:
         assert timings[0] == (8 * KB, pytest.approx(2000.0), pytest.approx(2000.0)), "of 16 blocks"
 
 
@@ -504,23 +503,21 @@ def child(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("gpu.cuMemcpy2DAsync = lambda *_: os._exit(3)", "its trial ended with status 3, rows of (512,) bytes"),
-        ("gpu.cuMemcpy2DAsync = lambda *_: os.kill(os.getpid(), 11)", "its trial ended with Segmentation fault, rows"),
+        ("gpu.cuMemcpy2DAsync = lambda *_: os._exit(3)", "its trial ended with status 3: rows of (512,) bytes"),
+        ("gpu.cuMemcpy2DAsync = lambda *_: os.kill(os.getpid(), 11)", "its trial ended with Segmentation fault: rows"),
         ("gpu.cuMemcpy2DAsync = lambda *_: gpu.fault(700, 'illegal')", "error 700"),
     ],
 )
 def test_a_process_that_dies_is_an_answer(child, code, said):
     child(code)
-    ended = trial.run_child(json.dumps({"way": RUNS, "device": 0, "row_bytes": [8 * KB]}))
-    answer = trial._ask(RUNS, 0, [8 * KB], lambda task: ended)
-    assert said in answer.left
+    assert said in trial._ask(RUNS, 0, [8 * KB], trial.run_child).left
 
 
 @pytest.mark.process
 def test_a_process_that_hangs_is_killed(child, monkeypatch):
     child("import time; time.sleep(10000)")
     monkeypatch.setattr(trial, "LIMIT_S", 2.0)
-    assert trial.run_child("{}") == Ended(None, "", "")
+    assert trial.run_child(RUNS, 0, []) == (None, "")
 
 
 @pytest.mark.process
