@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +70,11 @@ def tensor_name(role: str, layer: int, rank: int, device: int) -> str:
     return f"{ROLE_TENSOR_NAMES[role]}_{layer}_rank{rank}.device{device}"
 
 
-class AttentionCacheBackend(ABC):
-    """Owner of a cache layout. One subclass per attention family."""
+class AttentionCacheBackend:
+    """Owner of a cache layout. One subclass per attention family, whose constructor knows the layout of its numbers."""
 
-    @property
-    @abstractmethod
-    def layout(self) -> CacheLayout:
+    def __init__(self, layout: CacheLayout) -> None:
+        self.layout = layout
         """Shapes, dtypes and order of everything `create_kv_cache` makes."""
 
     def create_kv_cache(

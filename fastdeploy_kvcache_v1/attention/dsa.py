@@ -28,8 +28,4 @@ class DSACacheBackend(AttentionCacheBackend):
         latent = kv_lora_rank + kv_lora_rank // QUANT_BLOCK * SCALE_BYTES + qk_rope_head_dim * ROPE_BYTES
         index = index_head_dim + index_head_dim // QUANT_BLOCK * SCALE_BYTES
         roles = (RoleSpec("key", (1, block_size, latent), "uint8"), RoleSpec("indexer", (block_size, index), "uint8"))
-        self._layout = CacheLayout(num_layers, roles)
-
-    @property
-    def layout(self) -> CacheLayout:
-        return self._layout
+        super().__init__(CacheLayout(num_layers, roles))

@@ -32,8 +32,4 @@ class GQACacheBackend(AttentionCacheBackend):
         roles = [RoleSpec("key", shape, dtype), RoleSpec("value", shape, dtype)]
         if scale_dtype is not None:
             roles += [RoleSpec(role, shape[:2], scale_dtype) for role in ("key_scale", "value_scale")]
-        self._layout = CacheLayout(num_layers, tuple(roles))
-
-    @property
-    def layout(self) -> CacheLayout:
-        return self._layout
+        super().__init__(CacheLayout(num_layers, tuple(roles)))

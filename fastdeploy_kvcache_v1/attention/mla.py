@@ -13,8 +13,4 @@ class MLACacheBackend(AttentionCacheBackend):
 
     def __init__(self, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int, dtype: str) -> None:
         shape = (1, block_size, kv_lora_rank + qk_rope_head_dim)
-        self._layout = CacheLayout(num_layers, (RoleSpec("key", shape, dtype),))
-
-    @property
-    def layout(self) -> CacheLayout:
-        return self._layout
+        super().__init__(CacheLayout(num_layers, (RoleSpec("key", shape, dtype),)))

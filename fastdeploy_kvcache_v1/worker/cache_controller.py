@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
 from ..errors import CacheStateError, ConfigError, InvariantError
@@ -13,6 +13,13 @@ from .runtime import Runtime
 from .transfer_manager import CacheTransferManager
 
 __all__ = ["CacheController"]
+
+
+class _Caches(NamedTuple):
+    tensors: dict[str, Any]
+    """By name, in flat order."""
+    host: HostPool
+    transfers: CacheTransferManager
 
 
 class CacheController:
@@ -43,11 +50,9 @@ class CacheController:
         self._rank, self._device = rank, device
         self._host_trailer_bytes = host_trailer_bytes
         self._host_is_shared = host_is_shared
-        self._caches: dict[str, Any] = {}
-        self._host: HostPool | None = None
+        self._open: _Caches | None = None
         self._kept: HostPool | None = None
         """Host memory without caches, for the next ones; what is in it means nothing."""
-        self._transfer_manager: CacheTransferManager | None = None
 
     def initialize_kv_cache(self, num_device_blocks: int, num_host_blocks: int) -> list[Any]:
         """Allocate both tiers. Returns the tensors as a flat list, layer-major, roles in role order.
@@ -55,8 +60,7 @@ class CacheController:
         Raises `ConfigError`, with nothing allocated, when a size cannot work or does not fit the free memory, and
         `CacheStateError` when called twice without `free`.
         """
-        if self._transfer_manager is not None:
-            raise CacheStateError("the caches exist already: call free() first")
+        self._require_none()
         if num_device_blocks < 1 or num_host_blocks < 0:
             raise ConfigError(f"cannot cache {num_device_blocks} device and {num_host_blocks} host blocks")
         block_bytes, kept = self._backend.layout.block_bytes, self._keeps(num_host_blocks)
@@ -75,15 +79,16 @@ class CacheController:
         What fills them with zeros may still run on the compute stream: every use of a slot waits for it. A tensor may
         have more blocks than are managed. Raises as `initialize_kv_cache`.
         """
-        if self._transfer_manager is not None:
-            raise CacheStateError("the caches exist already: call free() first")
+        self._require_none()
         layers = self._device_rows(list(caches.values()), num_device_blocks)
         host = self._host_pool_of(num_host_blocks)
-        self._transfer_manager = CacheTransferManager(
-            layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s
-        )
-        self._caches, self._host, self._kept = caches, host, None
+        transfers = CacheTransferManager(layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s)
+        self._open, self._kept = _Caches(dict(caches), host, transfers), None
         return list(caches.values())
+
+    def _require_none(self) -> None:
+        if self._open is not None:
+            raise CacheStateError("the caches exist already: call free() first")
 
     def _host_pool_of(self, num_blocks: int) -> HostPool:
         if self._kept is not None and self._keeps(num_blocks):
@@ -125,21 +130,23 @@ class CacheController:
     @property
     def caches(self) -> dict[str, Any]:
         """The cache tensors by name, in flat order. Empty before `initialize_kv_cache` and after `free`."""
-        return dict(self._caches)
+        return {} if self._open is None else dict(self._open.tensors)
 
     @property
     def host_pool(self) -> HostPool:
         """Where a host slot's bytes are."""
-        if self._host is None:
-            raise CacheStateError("there are no caches: call initialize_kv_cache() first")
-        return self._host
+        return self._opened.host
 
     @property
     def transfers(self) -> CacheTransferManager:
         """The copies between the tiers, and what they and a pass wait for."""
-        if self._transfer_manager is None:
+        return self._opened.transfers
+
+    @property
+    def _opened(self) -> _Caches:
+        if self._open is None:
             raise CacheStateError("there are no caches: call initialize_kv_cache() first")
-        return self._transfer_manager
+        return self._open
 
     def free(self, *, keep_host_memory: bool = False) -> None:
         """Give both tiers back once running copies ended; `initialize_kv_cache` may follow. Idempotent.
@@ -149,28 +156,21 @@ class CacheController:
         Raises `LayerSwapTimeoutError`, nothing freed, when copies do not end within `layer_timeout_s`: the memory is
         still being written.
         """
-        if self._transfer_manager is not None:
-            self._finish_copies()
-            self._transfer_manager.close()
-            self._kept = self._host
-            self._transfer_manager, self._host = None, None
-            self._caches = {}
+        if self._open is not None:
+            self._open.transfers.drain(self._layer_timeout_s)
+            self._runtime.compute_stream.synchronize()
+            self._open.transfers.close()
+            self._kept, self._open = self._open.host, None
         if self._kept is not None and not keep_host_memory:
             self._kept.free()
             self._kept = None
 
-    def _finish_copies(self) -> None:
-        self.transfers.drain(self._layer_timeout_s)
-        self._runtime.compute_stream.synchronize()
-
     def check(self) -> None:
         """Raises `InvariantError`."""
-        if (self._transfer_manager is None) != (self._host is None) or bool(self._caches) != (self._host is not None):
-            raise InvariantError("the caches are half initialized")
-        if self._host is not None and self._kept is not None:
-            raise InvariantError("host memory is kept for the next caches while there are some")
-        if self._kept is not None:
+        if self._open is not None:
+            if self._kept is not None:
+                raise InvariantError("host memory is kept for the next caches while there are some")
+            self._open.transfers.check()
+            self._open.host.check()
+        elif self._kept is not None:
             self._kept.check()
-        if self._transfer_manager is not None and self._host is not None:
-            self._transfer_manager.check()
-            self._host.check()

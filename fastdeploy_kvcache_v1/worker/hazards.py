@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..errors import InvariantError
@@ -42,11 +42,10 @@ class Hazard(enum.Enum):
 
 
 class Dependency(NamedTuple):
-    """A use by `later` waits for `event` of `earlier`."""
+    """A use waits for `event` of `earlier`."""
 
     event: Event
     earlier: Actor
-    later: Actor
     hazard: Hazard
 
     @property
@@ -61,16 +60,6 @@ class Dependency(NamedTuple):
 
 
 _NO_SLOT = SlotSet()
-
-
-class _EverySlot(SlotSet):
-    """What a use touches that may touch any slot."""
-
-    def isdisjoint(self, other: Iterable[int]) -> bool:
-        return not other
-
-
-_EVERY_SLOT = _EverySlot()
 
 
 class _Use:
@@ -121,34 +110,25 @@ class HazardTable:
         self._lock = threading.RLock()
         self._uses: list[_Use] = []
         """In the order in which they were recorded."""
-        self._anywhere: tuple[Actor, Event] | None = None  # latest use whose slots are unknown: reads and writes all
 
-    def before(
-        self, actor: Actor, *, reads: Iterable[int] | None = (), writes: Collection[int] | None = ()
-    ) -> list[Dependency]:
-        """What a use by `actor` must wait for, each event once. None stands for "any slot".
+    def before(self, actor: Actor, *, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> list[Dependency]:
+        """What a use by `actor` must wait for, each event once.
 
-        A slot that is both read and written counts as written: its old content need not be valid. With unknown reads
-        nothing needs data, because most slots are not read. A `SlotSet` costs nothing to look at.
+        A slot that is both read and written counts as written: its old content need not be valid. A `SlotSet` costs
+        nothing to look at.
         """
         found: dict[int, Dependency] = {}
         with self._lock:
-            for dependency in self._conflicts(actor, reads, writes):
+            for dependency in self._conflicts(actor, SlotSet.of(reads), SlotSet.of(writes)):
                 known = found.get(id(dependency.event))
                 if known is None or (dependency.needs_data and not known.needs_data):
                     found[id(dependency.event)] = dependency
             return [dependency for dependency in found.values() if not dependency.is_over]
 
-    def after(
-        self, actor: Actor, event: Event, *, reads: Iterable[int] | None = (), writes: Collection[int] | None = ()
-    ) -> None:
-        """Record a use that `before` was asked about and whose stream waits as told. None stands for "any slot"."""
-        written = SlotSet.of(() if writes is None else writes)
-        read = SlotSet.of(() if reads is None else reads)
+    def after(self, actor: Actor, event: Event, *, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> None:
+        """Record a use that `before` was asked about and whose stream waits as told."""
+        read, written = SlotSet.of(reads), SlotSet.of(writes)
         with self._lock:
-            if reads is None or writes is None:
-                # Streams are FIFO: the latest such event stands for the earlier ones. Failed writes stay failed.
-                self._anywhere = actor, event
             for use in self._uses:
                 if written:
                     use.forget(written)  # the write has waited for it
@@ -194,16 +174,9 @@ class HazardTable:
                 else:  # in this order: a writer that fails meanwhile has to be seen
                     use.reads, use.writes = _NO_SLOT, use.without_data()
             self._drop_empty()
-            if self._anywhere is not None and self._anywhere[1].done():  # it may be older than what is busy
-                self._anywhere = None
 
     def _drop_empty(self) -> None:
         self._uses = [use for use in self._uses if not use.is_empty]
-
-    def __len__(self) -> int:
-        """Slots the table remembers anything about."""
-        with self._lock:
-            return len(SlotSet.union(slots for use in self._uses for slots in (use.reads, use.writes)))
 
     @property
     def num_uses(self) -> int:
@@ -211,26 +184,17 @@ class HazardTable:
         with self._lock:
             return len(self._uses)
 
-    def _conflicts(
-        self, actor: Actor, reads: Iterable[int] | None, writes: Collection[int] | None
-    ) -> Iterator[Dependency]:
+    def _conflicts(self, actor: Actor, read: SlotSet, written: SlotSet) -> Iterator[Dependency]:
         """Every remembered use that conflicts, but those of the same stream, once per hazard; finished ones as well."""
-        written = _EVERY_SLOT if writes is None else SlotSet.of(writes)
-        read = _NO_SLOT if writes is None else _EVERY_SLOT if reads is None else SlotSet.of(reads)
-        after_write = Hazard.WRITE_AFTER_WRITE if reads is None else Hazard.READ_AFTER_WRITE
-        stream = actor if actor.is_fifo else None
-        if self._anywhere is not None and self._anywhere[0] is not stream:
-            earlier, event = self._anywhere
-            yield Dependency(event, earlier, actor, Hazard.WRITE_AFTER_WRITE)
         for use in self._uses:
-            if use.actor is stream:
+            if use.actor is actor and actor.is_fifo:
                 continue
             if not written.isdisjoint(use.writes):
-                yield Dependency(use.event, use.actor, actor, Hazard.WRITE_AFTER_WRITE)
+                yield Dependency(use.event, use.actor, Hazard.WRITE_AFTER_WRITE)
             if not read.isdisjoint(use.writes) and not read.isdisjoint(use.writes - written):
-                yield Dependency(use.event, use.actor, actor, after_write)
+                yield Dependency(use.event, use.actor, Hazard.READ_AFTER_WRITE)
             if not written.isdisjoint(use.reads):
-                yield Dependency(use.event, use.actor, actor, Hazard.WRITE_AFTER_READ)
+                yield Dependency(use.event, use.actor, Hazard.WRITE_AFTER_READ)
 
     def check(self) -> None:
         """Raises `InvariantError`."""

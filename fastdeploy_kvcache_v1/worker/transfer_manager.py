@@ -56,7 +56,7 @@ class CacheTransferManager:
         """Device slots that were filled from outside since the tables were last asked."""
         self._waited_s = 0.0
         self._last_step = -1
-        self._filled = self.after_compute((), None)
+        self._filled = self.after_compute((), range(self._device_hazards.num_slots))
         """End of the fill of the tensors, which the compute stream may still be at: a write of every device slot."""
 
     # ---- copies
@@ -156,14 +156,14 @@ class CacheTransferManager:
 
     def before_compute(
         self,
-        reads: Iterable[int] | None,
-        writes: Collection[int] | None,
+        reads: Iterable[int],
+        writes: Collection[int],
         *,
         counter: LayerDoneCounter | None = None,
         by_layer: bool = False,
     ) -> LayerDoneCounter | None:
         """Compute will read and write these device slots: it waits for copies that read what it writes, and for
-        copies that write what it touches. None stands for "any slot".
+        copies that write what it touches.
 
         The swap-in behind `counter` is left out: the forward pass waits for it layer by layer. Every other unfinished
         swap-in is waited for here, so one whose counter was dropped is safe. A slot that is read and written counts as
@@ -178,11 +178,10 @@ class CacheTransferManager:
         """
         if counter is not None:
             skipped = counter.target_slots
-            overlap = skipped & (writes or ())
+            overlap = skipped & writes
             if overlap:
                 raise CacheStateError(f"slots {list(overlap)} are written while they are being swapped in")
-            if reads is not None:
-                reads = SlotSet.of(reads) - skipped
+            reads = SlotSet.of(reads) - skipped
         self._take_refilled()
         compute = self._runtime.compute_stream
         compute.begin()
@@ -205,9 +204,9 @@ class CacheTransferManager:
                     self._give_up(transfer, str(error))
             raise
 
-    def after_compute(self, reads: Iterable[int] | None, writes: Collection[int] | None) -> Event:
-        """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it. Returns
-        the event of its end. Call it with what `before_compute` was told, also when the forward pass failed halfway.
+    def after_compute(self, reads: Iterable[int], writes: Iterable[int]) -> Event:
+        """Compute on these slots has been submitted: later copies that conflict wait for it. Returns the event of its
+        end. Call it with what `before_compute` was told, also when the forward pass failed halfway.
         """
         event = self._runtime.compute_stream.record_event()
         self._device_hazards.after(Actor.COMPUTE, event, reads=reads, writes=writes)

@@ -33,15 +33,8 @@ EVICT, SWAP_IN = (CacheLevel.DEVICE, CacheLevel.HOST), (CacheLevel.HOST, CacheLe
 class CupyBackend(AttentionCacheBackend):
     """Cache tensors of any layout, uint8 `[blocks, bytes]`."""
 
-    def __init__(self, layout: CacheLayout) -> None:
-        self._layout = layout
-
-    @property
-    def layout(self) -> CacheLayout:
-        return self._layout
-
     def create_kv_cache(self, num_blocks: int, *, rank: int = 0, device: int = 0) -> dict[str, Tensor]:
-        roles = [(layer, role) for layer in range(self._layout.num_layers) for role in self._layout.roles]
+        roles = [(layer, role) for layer in range(self.layout.num_layers) for role in self.layout.roles]
         made = {
             f"{role.role}_{layer}": Tensor(cupy.zeros((num_blocks, role.block_bytes), cupy.uint8))
             for layer, role in roles

@@ -77,7 +77,7 @@ class _Rank:
     def is_idle(self):
         """No lease, fetch or offer is open, and nothing holds a slot."""
         self.desk.check_idle()
-        return self.hazards.before(Actor.COMPUTE, writes=None) == []
+        return self.hazards.before(Actor.COMPUTE, writes=range(self.hazards.num_slots)) == []
 
     def close(self):
         self.desk.close()

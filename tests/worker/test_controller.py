@@ -94,8 +94,8 @@ def test_sizes_that_cannot_work_are_one_clear_line(device, host, message):
         CacheController(NumpyBackend(), runtime=runtime, layer_timeout_s=0)
 
 
-def test_check_sees_a_half_initialized_controller(rig):
-    manager, rig.controller._transfer_manager = rig.controller._transfer_manager, None
-    with pytest.raises(InvariantError, match="half initialized"):
+def test_check_sees_memory_that_is_kept_beside_caches(rig):
+    rig.controller._kept = rig.controller.host_pool
+    with pytest.raises(InvariantError, match="while there are some"):
         rig.controller.check()
-    rig.controller._transfer_manager = manager
+    rig.controller._kept = None

@@ -23,17 +23,14 @@ class NumpyBackend(AttentionCacheBackend):
 
     def __init__(self, num_layers: int = 3) -> None:
         self.arrays: list[np.ndarray] = []
-        self._layout = CacheLayout(num_layers, (RoleSpec("key", (2, 8), "uint8"), RoleSpec("value", (3, 8), "uint8")))
-
-    @property
-    def layout(self) -> CacheLayout:
-        return self._layout
+        roles = RoleSpec("key", (2, 8), "uint8"), RoleSpec("value", (3, 8), "uint8")
+        super().__init__(CacheLayout(num_layers, roles))
 
     def create_kv_cache(self, num_blocks: int, *, rank: int = 0, device: int = 0) -> dict[str, np.ndarray]:
         caches = {
             tensor_name(role.role, layer, rank, device): np.zeros((num_blocks, *role.block_shape), np.uint8)
-            for layer in range(self._layout.num_layers)
-            for role in self._layout.roles
+            for layer in range(self.layout.num_layers)
+            for role in self.layout.roles
         }
         self.arrays = list(caches.values())
         return caches

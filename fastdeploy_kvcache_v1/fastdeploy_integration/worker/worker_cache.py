@@ -38,17 +38,6 @@ class OffsetCounter:
         self._counter.wait_for_layer(self._first_layer + layer)
 
 
-class _Registered(AttentionCacheBackend):
-    """The layout of tensors that FastDeploy's attention backends have made."""
-
-    def __init__(self, layout: CacheLayout) -> None:
-        self._layout = layout
-
-    @property
-    def layout(self) -> CacheLayout:
-        return self._layout
-
-
 class WorkerCache:
     """Not thread-safe: the worker's event loop uses it.
 
@@ -156,7 +145,7 @@ class WorkerCache:
         if self._runtime is None:
             self._runtime = self._make_runtime()
         return CacheController(
-            _Registered(layout),
+            AttentionCacheBackend(layout),  # FastDeploy's attention backends have made the tensors
             runtime=self._runtime,
             layer_timeout_s=self._layer_timeout_s,
             host_trailer_bytes=0 if self._storage is None else self._storage.host_trailer_bytes,
