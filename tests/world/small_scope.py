@@ -1,7 +1,7 @@
 """Two requests that share a prefix, a few blocks, two ranks: all orders of events up to a depth, shortest first.
 
-Real is the cache manager. A state is rebuilt by replaying the events that lead to it; two states with one canonical
-text are the same. `WritePolicy.AUTO` is left out: it remembers its pace.
+Real is the cache manager. A state is rebuilt by replaying the events that lead to it; two states with one text are the
+same. `WritePolicy.AUTO` is left out: it remembers its pace.
 
 `python -m tests.world.small_scope --depth N` looks further, and prints how many states there are.
 """
@@ -9,16 +9,226 @@ text are the same. `WritePolicy.AUTO` is left out: it remembers its pace.
 from __future__ import annotations
 
 import argparse
-import re
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel, NoSpace, SwapStep, TransferResult
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.run import DEVICE
 
-from .small_world import Event, Rank, Scope, World
+PROMPTS = {"a": ("0", "01"), "b": ("0", "02")}
+"""Their blocks, each of one token. The token behind them is the sampled one, which is never computed here."""
+HOST, FAULTS = 2, 1
+"""Host blocks, and copies that may fail."""
+STEPS_AHEAD = 2
+"""That the scheduler may be ahead of a rank."""
+GARBAGE = "garbage"
+
+Event = tuple[Any, ...]
+
+
+class Scope(NamedTuple):
+    policy: WritePolicy
+    device: int
+    begun: str = ""
+    """Events before the search begins, in the words in which a broken law is told."""
+
+
+class Life:
+    """A request from its match on."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.tags = name, list(PROMPTS[name])
+        self.is_live, self.is_admitted = True, False
+        self.allocated = self.told = self.committed = 0
+        """Blocks: in its table, computed when the steps taken have been run, and committed."""
+        self.rows: dict[int, int] = {}
+        """How many are computed, by step."""
+
+
+class Rank:
+    """What its slots hold, and the steps that it has not run: copies, then (request, its slots, how many it reads)."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.device, self.host = [""] * scope.device, [""] * HOST
+        self.orders: deque[tuple[SwapStep, list[tuple[Life, list[int], int]]]] = deque()
+
+
+class World:
+    def __init__(self, scope: Scope) -> None:
+        sizes = {"num_device_blocks": scope.device, "num_host_blocks": HOST, "block_size": 1}
+        self.manager = CacheManager(KVCacheConfig(write_policy=scope.policy, eviction_policy="lru", **sizes))
+        self.ranks = Rank(scope), Rank(scope)
+        self.lives: dict[str, Life] = {}
+        self.preempted: set[str] = set()
+        self.faults_left = FAULTS
+        self.backed_up: dict[int, frozenset[int]] = {}
+        """Host slots that a step was the last to fill, on all ranks as far as is known."""
+        self.stored: list[tuple[int, str]] = []
+        """Host slots that a store reads, and what they hold."""
+
+    @property
+    def pending(self) -> list[int]:
+        """Steps that not every rank has run."""
+        return sorted({step.step for rank in self.ranks for step, _ in rank.orders})
+
+    def computed(self, life: Life) -> int:
+        return max((end for step, end in life.rows.items() if step not in self.pending), default=0)
+
+    # ---- what can happen next
+
+    def events(self) -> Iterator[Event]:
+        for name in PROMPTS:
+            life = self.lives.get(name)
+            if life is None:
+                yield "match", name
+                continue
+            yield from (("allocate", name, count) for count in range(life.allocated + 1, len(life.tags) + 1))
+            if self.computed(life) > life.committed:
+                yield "commit", name
+            yield from (("end", name, how) for how in ("finish", "preempt"))
+            if not self.manager._requests[name].has_committed:
+                yield "end", name, "release"
+        if all(len(rank.orders) < STEPS_AHEAD for rank in self.ranks):
+            yield ("take",)
+        for number, rank in enumerate(self.ranks):
+            if rank.orders:
+                yield "run", number
+                step = rank.orders[0][0]
+                for copies in (step.evict, step.swap_in) if self.faults_left else ():
+                    each = [(slot,) for slot in copies.target_slots]
+                    for slots in dict.fromkeys([*each, copies.target_slots] if each else []):
+                        yield "run", number, copies.target.name, *slots
+        if self.stored:
+            yield ("end_store",)
+        else:
+            yield from (("store", step) for step in self.backed_up if step not in self.pending)
+        yield from (("reset", how) for how in ("gently", "by_force"))
+
+    def do(self, event: Event) -> None:
+        getattr(self, f"_{event[0]}")(*event[1:])
+        for rank, (slot, held) in itertools.product(self.ranks, self.stored):
+            assert rank.host[slot] == held, "a slot was filled while a store reads it"
+            assert slot not in self.manager._host_pool._free, "a slot is free while a store reads it"
+
+    def _match(self, name: str) -> None:
+        self.lives[name] = Life(name)
+        blocks = GivenHashes([BlockHash(tag.encode()) for tag in PROMPTS[name]], len(PROMPTS[name]) + 1)
+        self.manager.match_prefix(name, blocks, resumed=name in self.preempted)
+        self.preempted.discard(name)
+
+    def _allocate(self, name: str, count: int) -> None:
+        life = self.lives[name]
+        found = self.manager.num_cached(name)
+        if isinstance(self.manager.allocate(name, max(count, found)), NoSpace):
+            return
+        if not life.is_admitted:
+            life.is_admitted, life.told, life.committed = True, found, found
+        life.allocated = max(count, found)
+
+    def _commit(self, name: str) -> None:
+        life = self.lives[name]
+        life.committed = self.computed(life)
+        self.manager.commit(name, life.committed)
+
+    def _end(self, name: str, how: str) -> None:
+        getattr(self.manager, how)(name)
+        self.lives.pop(name).is_live = False
+        self.preempted |= {name} if how == "preempt" else set()
+
+    def _take(self) -> None:
+        step, rows = self.manager.take_swap_step(), []
+        for life in self.lives.values():
+            if life.is_admitted and (life.allocated > life.told or not life.rows):
+                rows.append((life, self.manager.block_table(life.name), life.told))
+                life.told = life.rows[step.step] = life.allocated
+        filled = frozenset(step.evict.target_slots)
+        kept = {number: slots - filled for number, slots in self.backed_up.items()} | {step.step: filled}
+        self.backed_up = {number: slots for number, slots in kept.items() if slots}
+        for rank in self.ranks if step.evict or step.swap_in or rows else ():
+            rank.orders.append((step, rows))
+
+    def _run(self, number: int, tier: str = "", *failing: int) -> None:
+        """A rank runs its next step, some copies of which may fail: the engine hears of it, then the pass goes on."""
+        self.faults_left -= bool(failing)
+        rank = self.ranks[number]
+        step, rows = rank.orders.popleft()
+        for copies, source, target in ((step.evict, rank.device, rank.host), (step.swap_in, rank.host, rank.device)):
+            read = [source[slot] for slot in copies.source_slots]
+            for slot, held in zip(copies.target_slots, read, strict=True):
+                target[slot] = GARBAGE if copies.target.name == tier and slot in failing else held
+            if failed := tuple(slot for slot in copies.target_slots if target[slot] == GARBAGE):
+                if copies.target is CacheLevel.HOST:
+                    self.backed_up.pop(step.step, None)
+                result = TransferResult(step.step, copies.source, copies.target, len(failed), 0, 0.0, failed, "failed")
+                for name in self.manager.transfer_failed(result):
+                    self._end(name, "preempt")
+        for life, slots, begin in rows:
+            held = [rank.device[slot] for slot in slots[:begin]]
+            is_right = held == life.tags[:begin]
+            assert is_right or (GARBAGE in held and not life.is_live), f"{life.name} reads {held}"
+            for slot, tag in list(zip(slots, life.tags, strict=False))[begin:]:
+                rank.device[slot] = tag if is_right else GARBAGE
+
+    def _store(self, step: int) -> None:
+        source = self.manager.begin_store("store", step, self.backed_up.pop(step))
+        self.stored = [(slot, block.decode()) for block, slot in zip(source.hashes, source.slots, strict=True)]
+
+    def _end_store(self) -> None:
+        self.manager.end_store("store")
+        self.stored = []
+
+    def _reset(self, how: str) -> None:
+        """Weights change: what was computed until now is old, and so is what those compute that go on."""
+        self.manager.reset_cache(force=how == "by_force")
+        self.backed_up = {}
+        for rank in self.ranks:
+            rank.device, rank.host = _old(rank.device), _old(rank.host)
+        self.stored = list(zip([slot for slot, _ in self.stored], _old([held for _, held in self.stored]), strict=True))
+        under_way = [life for rank in self.ranks for _, rows in rank.orders for life, _, _ in rows]
+        for life in {*self.lives.values(), *under_way}:
+            life.tags = _old(life.tags) if life.is_admitted else life.tags
+        if how == "by_force":  # nothing runs any more
+            self.lives = {}
+            for rank in self.ranks:
+                rank.orders.clear()
+
+    def drain(self) -> None:
+        """Ranks run what they were told, then everything ends: all is idle, and what can be found is what it says."""
+        self._run_all()
+        for name in list(self.lives):
+            self.do(("end", name, "finish"))
+        self.do(("take",))
+        self._run_all()
+        if self.stored:
+            self.do(("end_store",))
+        self.manager.check_idle()
+        stats = self.manager.stats()
+        assert stats.host_free_blocks + stats.host_cached_blocks == stats.host_blocks, "host slots leaked"
+        for run, rank in itertools.product(self.manager._tree.runs(), self.ranks):
+            for slots, memory in ((run.device_slots, rank.device), (run.host_slots, rank.host)):
+                held, named = [memory[slot] for slot in slots], [block.decode() for block in run.hashes]
+                assert held in ([], named), f"{held} can be found as {named}"
+
+    def _run_all(self) -> None:
+        for number, rank in enumerate(self.ranks):
+            for _ in range(len(rank.orders)):
+                self.do(("run", number))
+        for life in self.lives.values():
+            for rank in self.ranks if life.rows else ():
+                held = [rank.device[slot] for slot in self.manager.block_table(life.name)[: life.told]]
+                assert held == life.tags[: life.told], f"{life.name} holds {held}"
+
+
+def _old(tags: Sequence[str]) -> list[str]:
+    return [tag if tag in ("", GARBAGE) else "old " + tag.removeprefix("old ") for tag in tags]
+
 
 COMPUTED = "match a; allocate a 2; take; run 0; run 1; commit a"
 RUN = "; take; run 0; run 1"
@@ -43,15 +253,10 @@ SCOPES = {
 }
 
 
-class Found(NamedTuple):
-    states: int
-    events: int
-    is_whole: bool
-    """Every state that there is was seen."""
-
-
-def search(scope: Scope, depth: int) -> Found:
-    """Raises `AssertionError` with the shortest events that break a law."""
+def search(scope: Scope, depth: int) -> tuple[int, int]:
+    """How many states there are, and how many events were tried. Raises `AssertionError` with the shortest ones that
+    break a law.
+    """
     begun = [tuple(int(word) if word.isdigit() else word for word in each.split()) for each in scope.begun.split(";")]
     seen, level, events = {""}, [tuple(filter(None, begun))], 0
     for _ in range(depth):
@@ -71,7 +276,7 @@ def search(scope: Scope, depth: int) -> Found:
                     words = [" ".join(map(str, each)) for each in (*path, event)]
                     raise AssertionError(f"{error!r} after: {'; '.join(words)}") from error
         level = after
-    return Found(len(seen), events, not level)
+    return len(seen), events
 
 
 def _replayed(scope: Scope, path: Sequence[Event]) -> World:
@@ -81,13 +286,13 @@ def _replayed(scope: Scope, path: Sequence[Event]) -> World:
     return world
 
 
-# ---- the canonical text of a state: slots are named by their first mention, steps by their place, ranks in any order
+# ---- the text of a state: steps are named by their place
 
 
 def text(world: World) -> str:
-    manager, tags, pending = world.manager, world.tags, world.pending
+    manager, pending = world.manager, world.pending
     residency, requests, told = manager._residency, manager._requests, manager._tiering.told
-    tree = sorted(manager._tree.runs(), key=lambda run: tags[run.last_hash])
+    tree = sorted(manager._tree.runs(), key=lambda run: run.last_hash)
     number = {run: at for at, run in enumerate([*tree, *residency.detached_runs()])}
     counts_hits = bool(manager._tiering._policy.hits_that_count)
     parts: list[Any] = [counts_hits and sorted(world.preempted), world.faults_left]
@@ -95,46 +300,33 @@ def text(world: World) -> str:
         places = [run.slots(DEVICE, run.start, run.end) if run.on_device or run.open else [], run.host_slots]
         state = [run.on_device, run.open, run.pins, run.hits, run.detached, run.is_read, number.get(run.parent)]
         joins = [run.ends_its_cells, run.parent is not None and run.parent.cells is run.cells]
-        blocks = [tags[block] for block in run.hashes]
-        parts.append([blocks, _slots("d", places[0]), _slots("h", places[1]), state, joins])
+        parts.append([[block.decode() for block in run.hashes], places, state, joins])
     queues = (*residency._device_queues(), *residency._host_queues())
     parts += [[[number[place.run] for place in queue] for queue in queues], [number[run] for run in residency._open]]
     for name, life in sorted(world.lives.items()):
         state, open_step = requests[name], requests.step
-        own = _slots("d", state.tail), list(state.duplicates), _slots("d", list(state.duplicates.values()))
         tokens = state.step == open_step, state.num_tokens, state.num_closed_tokens, state.num_cached
         rows = [(pending.index(step), end) for step, end in life.rows.items() if step in pending]
         flags = name in requests._admitted, state.may_cache, counts_hits and state.resumed
         ours = life.is_admitted, life.allocated, life.told, life.committed, world.computed(life), life.tags[0], rows
-        parts.append([name, number.get(state.leaf), own, tokens, flags, state.has_committed, bool(life.rows), ours])
+        own = state.tail, state.duplicates, state.has_committed, bool(life.rows)
+        parts.append([name, number.get(state.leaf), own, tokens, flags, ours])
     for step in sorted({*pending, *world.backed_up}):
         parts_of = [copy.parts() for copy in told.of(step) or ()]
         found = [[number[run], first - run.start, last - run.start] for each in parts_of for run, first, last in each]
-        parts.append([step in pending, found, _slots("h", sorted(world.backed_up.get(step, ())))])
-    parts += [_slots("d", manager._device_pool._free), _slots("h", manager._host_pool._free), len(world.stored)]
-    first: dict[str, str] = {}
-    whole = _renamed(repr(parts), first)
-    return whole + "".join(sorted(_rank_text(rank, pending, first) for rank in world.ranks))
-
-
-def _rank_text(rank: Rank, pending: Sequence[int], first: dict[str, str]) -> str:
-    parts: list[Any] = []
-    for step, rows in rank.orders:
-        for copies, names in ((step.evict, "dh"), (step.swap_in, "hd")):
-            parts.append([_slots(names[0], copies.source_slots), _slots(names[1], copies.target_slots)])
-        written = [(each.name, each.is_live, _slots("d", table), begin) for each, table, begin in rows]
-        parts.append([pending.index(step.step), written])
-    slots = [*_slots("d", range(len(rank.device))), *_slots("h", range(len(rank.host)))]
-    memory = zip(slots, [*rank.device, *rank.host], strict=True)
-    return _renamed(repr(parts), first) + repr(sorted((first[slot], tag) for slot, tag in memory))
-
-
-def _slots(tier: str, slots: Sequence[int]) -> list[str]:
-    return [f"{tier}{slot}" for slot in slots]
-
-
-def _renamed(whole: str, first: dict[str, str]) -> str:
-    return re.sub(r"\b[dh]\d+", lambda found: first.setdefault(found[0], f"{found[0][0]}:{len(first)}"), whole)
+        parts.append([step in pending, found, sorted(world.backed_up.get(step, ()))])
+    for rank in world.ranks:
+        rows = [
+            (
+                step.evict,
+                step.swap_in,
+                pending.index(step.step),
+                [(each.name, each.is_live, *row) for each, *row in work],
+            )
+            for step, work in rank.orders
+        ]
+        parts.append([rows, rank.device, rank.host])
+    return repr([*parts, manager._device_pool._free, manager._host_pool._free, len(world.stored)])
 
 
 def main() -> int:
@@ -143,8 +335,8 @@ def main() -> int:
     depth = parser.parse_args().depth
     for name, (scope, _) in SCOPES.items():
         begin = time.process_time()
-        found = search(scope, depth)
-        print(f"{found.states} states, {found.events} events, {time.process_time() - begin:.1f} s: {name}", flush=True)
+        states, events = search(scope, depth)
+        print(f"{states} states, {events} events, {time.process_time() - begin:.1f} s: {name}", flush=True)
     return 0
 
 
