@@ -30,8 +30,7 @@ from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.runtime import Runtime
 from tests.embedded.random_text import byte_stream
-from tests.world.clock import Clock
-from tests.world.streams import AtOnce
+from tests.world.streams import Clock, VirtualDevice
 
 MODEL = ChecksumConfig(num_layers=1, num_kv_heads=1)
 
@@ -79,7 +78,7 @@ class Worker:
         dtype: str = "float32",
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        self.runtime = AtOnce(Clock()) if runtime is None else runtime
+        self.runtime = VirtualDevice(Clock(), at_once=True) if runtime is None else runtime
         self.ranks, size = ranks, cache.block_size
         backend = model.shard(ranks.size).cache_backend(block_size=size, dtype=dtype)
         made = kind(model, backend.layout, ranks=ranks)
@@ -194,7 +193,9 @@ class Harness:
         """One worker, if none are given, of whose copies those of the stream `fails` do. `options` of the core."""
         self.config = config
         self.manager = CacheManager(config)
-        self.workers = workers or [Worker(config, runtime=AtOnce(Clock(), lambda stream: stream == fails))]
+        self.workers = workers or [
+            Worker(config, runtime=VirtualDevice(Clock(), lambda stream: stream == fails, at_once=True))
+        ]
         self.worker = self.workers[0]
         self.storage = None if storage is None else storage(self.manager, self)
         self.sent: list[BatchRequest] = []

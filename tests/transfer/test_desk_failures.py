@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.transfer.messages import Done, Hello, Offer, Progress
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.transfer.planes import HOST, SECRET
 from tests.transfer.ranks import LAYERS, DecodeRank, PrefillRank, both_ended, geometry, result_of, until
-from tests.world.clock import Clock
+from tests.world.streams import Clock
 
 
 def test_a_lease_that_is_not_asked_for_ends_and_one_that_is_does_not(ranks):

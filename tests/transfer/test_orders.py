@@ -8,7 +8,7 @@ import pytest
 from tests.gpu.plane_contract import CANARY
 from tests.transfer.network import MemoryNetwork
 from tests.transfer.ranks import BLOCK, DecodeRank, PrefillRank, geometry
-from tests.world.clock import Clock
+from tests.world.streams import Clock
 
 REQUESTS, BLOCKS = "abc", 3
 SOURCE = {request: [7 * number + 1, 7 * number + 2, 7 * number + 5] for number, request in enumerate(REQUESTS)}

@@ -13,8 +13,7 @@ from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, cpu
 from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
 from tests.worker.chosen_runtime import ChosenEvent
 from tests.worker.worker_fakes import Rig, evict, swap_in
-from tests.world.clock import Clock
-from tests.world.streams import VirtualDevice
+from tests.world.streams import Clock, VirtualDevice
 
 INPUT, OUTPUT = "kv-input", "kv-output"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from .chooser import Chooser
 from .clients import Clients, Request
-from .clock import Clock
 from .memory import Tags
-from .reports import Reports
+from .ranks import Reports
+from .streams import Clock
 
 UIDS = itertools.count()
 

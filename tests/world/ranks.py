@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import NO_NEWS, CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferReport
@@ -131,6 +132,42 @@ class Rank(Tensors):
         stream.submit(self.using.popleft)
         stream.submit(finished)
         self.cache.end_forward(is_idle=not work)
+
+
+class Reports:
+    """What ranks say of their copies, on its way to the engine: late, and in order."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._underway: deque[tuple[int, TransferReport]] = deque()
+        self._arrived: list[tuple[int, TransferReport]] = []
+
+    @property
+    def events(self) -> list[Any]:
+        return [(8, self.arrive)]
+
+    def tell(self, rank: int, report: TransferReport) -> None:
+        self._underway.append((rank, report))
+
+    def arrive(self, rng: random.Random) -> None:
+        while self._underway and not self._world.faults.strike("late report", rng):
+            self._arrived.append(self._underway.popleft())
+
+    is_idle = True
+    """The engine may be idle before it hears of all."""
+
+    def check_idle(self) -> None:
+        pass
+
+    def take(self) -> CopyNews:
+        if not self._arrived:
+            return NO_NEWS
+        arrived, self._arrived = self._arrived, []
+        failed = [each for _, report in arrived for each in report.transfers if not each.ok]
+        through = {rank: report.ended_through for rank, report in arrived}
+        passes = {rank: report.passes for rank, report in arrived if report.passes is not None}
+        prefills = {rank: report.prefills for rank, report in arrived}
+        return CopyNews(tuple(failed), through, -1, passes, prefills)
 
 
 class Worker:

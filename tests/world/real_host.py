@@ -16,8 +16,7 @@ from tests.fastdeploy.real_manager import IS_26, make_manager, make_request
 from .clients import Request
 from .fastdeploy_host import LEAST_BLOCKS, FastDeployHost
 from .memory import WrongError
-from .ranks import Worker
-from .reports import Reports
+from .ranks import Reports, Worker
 from .resource_manager import ask, images_of
 from .scenarios import SCENARIOS, fastdeploy, updating
 

@@ -23,9 +23,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from .chooser import pick
 from .clients import Clients, Request
 from .memory import WrongError
-from .ranks import OWN_NOTHING, Worker
+from .ranks import OWN_NOTHING, Reports, Worker
 from .real_host import LEAST, RealHost, make_manager
-from .reports import Reports
 from .roles import Between
 from .scenarios import SCENARIOS, make_worker
 

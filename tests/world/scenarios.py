@@ -25,8 +25,7 @@ from tests.storage.values import namespace
 from .clients import Clients
 from .embedded_host import EmbeddedHost, Engine, EngineRank
 from .fastdeploy_host import LEAST_BLOCKS, FastDeployHost
-from .ranks import Rank, Worker
-from .reports import Reports
+from .ranks import Rank, Reports, Worker
 from .resource_manager import EngineCache, ResourceManager
 from .roles import HERE, Roles
 from .store import Index, RankMemory, Store, TokenStore

@@ -16,33 +16,38 @@ import numpy as np
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.worker.ops import HostBuffer, LayerRows
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
-from fastdeploy_kvcache_v1.worker.runtime import Event, Runtime, Stream
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, Event, Stream
+from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 
-from .clock import Clock
 from .memory import GARBAGE, WrongError
 
 
-class VirtualEvent(Event):
+class Clock:
+    """That only the world moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class VirtualEvent(CpuEvent):
     def __init__(self, device: VirtualDevice, failure: BaseException | None) -> None:
+        super().__init__()
         self._device, self.failure = device, failure
-        self.at: float | None = None
 
-    def done(self) -> bool:
-        return self.at is not None
-
-    @property
-    def error(self) -> BaseException | None:
-        return self.failure if self.done() else None
+    def reach(self) -> bool:
+        self.finish(self.failure)
+        self._time = self._device.clock()
+        return True
 
     def wait_done(self, timeout: float | None = None) -> bool:
         self._device.run_until(self.done)
         return True
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, VirtualEvent)
-        assert self.at is not None
-        assert earlier.at is not None
-        return self.at - earlier.at
 
 
 class VirtualStream(Stream):
@@ -59,9 +64,15 @@ class VirtualStream(Stream):
         if self._failure is None and not self._computes and self.device.copy_fails(self.name):
             self._failure = TransferError("injected")
         if self._failure is None:
-            self.waiting.append(lambda: fn(*args) or True)
+            self._post(lambda: fn(*args) or True)
         elif isinstance(getattr(fn, "__self__", None), VirtualCopies):
-            self.waiting.append(lambda: VirtualCopies.spoil(fn.__self__, *args) or True)
+            self._post(lambda: VirtualCopies.spoil(fn.__self__, *args) or True)
+
+    def _post(self, operation: Callable[[], bool]) -> None:
+        if not self.device.at_once:
+            self.waiting.append(operation)
+        elif not operation():
+            raise WrongError("it waits where nothing is late")
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         assert isinstance(event, VirtualEvent)
@@ -70,16 +81,11 @@ class VirtualStream(Stream):
             if self._computes:
                 raise failure
             self._failure = self._failure or failure
-        self.waiting.append(event.done)
+        self._post(event.done)
 
     def record_event(self, *, timed: bool = False) -> VirtualEvent:
         event = VirtualEvent(self.device, self._failure)
-
-        def reach() -> bool:
-            event.at = self.device.clock()
-            return True
-
-        self.waiting.append(reach)
+        self._post(event.reach)
         return event
 
     def run(self) -> bool:
@@ -106,16 +112,15 @@ class VirtualCopies(CpuCopies):
                 rows.array[at : at + blocks] = 0xFF  # the bytes of GARBAGE
 
 
-class VirtualDevice(Runtime):
-    def __init__(self, clock: Clock, copy_fails: Callable[[str], bool] = lambda stream: False) -> None:
-        self.clock, self.copy_fails = clock, copy_fails
+class VirtualDevice(CpuRuntime):
+    def __init__(
+        self, clock: Clock, copy_fails: Callable[[str], bool] = lambda stream: False, *, at_once: bool = False
+    ) -> None:
+        """`at_once`: nothing is late, what is submitted is done."""
+        super().__init__()
+        self.clock, self.copy_fails, self.at_once = clock, copy_fails, at_once
         self.streams = [VirtualStream(self, "compute", computes=True)]
-
-    on_gpu = False
-
-    @property
-    def compute_stream(self) -> VirtualStream:
-        return self.streams[0]
+        self._compute = self.streams[0]
 
     def new_stream(self, name: str) -> VirtualStream:
         self.streams.append(VirtualStream(self, name))
@@ -127,13 +132,7 @@ class VirtualDevice(Runtime):
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> HostBuffer:
         return HostBuffer(np.full(nbytes // 8, GARBAGE, np.int64))
 
-    def free_host(self, buffer: HostBuffer) -> None:
-        buffer.free()
-
     def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
     # ---- the world's end
@@ -154,21 +153,3 @@ class VirtualDevice(Runtime):
             ran = [stream.run() for stream in self.streams]
             if not any(ran):
                 raise WrongError("streams wait for each other for ever")
-
-
-class AtOnce(VirtualDevice):
-    """Nothing is late: what is submitted is done."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.compute_stream.waiting = _Done()
-
-    def new_stream(self, name: str) -> VirtualStream:
-        stream = super().new_stream(name)
-        stream.waiting = _Done()
-        return stream
-
-
-class _Done(deque[Callable[[], bool]]):
-    def append(self, operation: Callable[[], bool]) -> None:
-        assert operation()

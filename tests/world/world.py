@@ -10,10 +10,10 @@ from fastdeploy_kvcache_v1.errors import TransferError
 
 from .chooser import Chooser
 from .clients import Clients
-from .clock import Clock
 from .faults import Faults, half
 from .memory import Tags, WrongError
 from .scenarios import SCENARIOS
+from .streams import Clock
 
 TURN_S = 0.05
 MOST_TURNS = 6000

@@ -15,7 +15,7 @@ from tests.world.clients import Request
 from tests.world.embedded_host import Engine, EngineRank
 from tests.world.quiet import UIDS, Quiet
 from tests.world.roles import HERE, Roles
-from tests.world.streams import AtOnce
+from tests.world.streams import VirtualDevice
 
 BLOCK = 4
 PROMPT = list(range(100, 118))
@@ -36,7 +36,9 @@ class Peers(Quiet):
         asker.ask, asker.drop = self.host.ask, self.host.drop
 
     def _server(self, blocks, budget, **role):
-        rank = EngineRank(AtOnce(self.clock), blocks=blocks, host_blocks=0, block_size=BLOCK, tags=self.tags)
+        rank = EngineRank(
+            VirtualDevice(self.clock, at_once=True), blocks=blocks, host_blocks=0, block_size=BLOCK, tags=self.tags
+        )
         manager = CacheManager(KVCacheConfig(blocks, block_size=BLOCK))
         return Engine(self, manager, rank, seats=8, budget=budget, **role)
 

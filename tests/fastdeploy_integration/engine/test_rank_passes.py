@@ -4,7 +4,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
 from fastdeploy_kvcache_v1.metadata import PassProgress
-from tests.world.clock import Clock
+from tests.world.streams import Clock
 
 IDLE = True
 

@@ -8,8 +8,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.pass_tracker import EVE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.prefill_timer import PrefillTimer
 from fastdeploy_kvcache_v1.metadata import PassProgress
 from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
-from tests.world.clock import Clock
-from tests.world.streams import VirtualDevice, VirtualStream
+from tests.world.streams import Clock, VirtualDevice, VirtualStream
 
 
 class Passes:

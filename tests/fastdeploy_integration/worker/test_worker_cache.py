@@ -9,8 +9,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRA
 from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.fastdeploy_integration.worker.worker_caches import evict, register, swap_in, task
-from tests.world.clock import Clock
-from tests.world.streams import VirtualDevice
+from tests.world.streams import Clock, VirtualDevice
 
 
 def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_inside(make_cache):
