@@ -4,51 +4,39 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection
-from typing import NamedTuple
-
-
-class Fault(NamedTuple):
-    rate: float
-    why: str
-
+from collections.abc import Iterable
 
 FAULTS = {
-    # name: rate, why
-    "copy to host fails": Fault(0.1, "a copy out of the device fails, and its target is garbage"),
-    "late report": Fault(0.5, "a rank's word is on its way"),
-    "lost in schedule": Fault(0.02, "FastDeploy's schedule raises after it scheduled some"),
-    "lost before put": Fault(0.02, "what FastDeploy does between schedule and its queue raises"),
-    "lost in put": Fault(0.02, "the queue raises before it has the batch"),
-    "lost after put": Fault(0.02, "the queue raises though it has the batch"),
-    "store fails": Fault(0.1, "a call of the store fails, and garbage is written"),
-    "store loses": Fault(0.05, "values vanish from the store"),
-    "store lies": Fault(0.05, "a value has other bytes; its digest tells"),
-    "store is full": Fault(0.1, "nothing more is stored"),
-    "copy to device fails": Fault(0.4, "a copy into the device fails, and its target is garbage"),
-    "fetch breaks": Fault(0.1, "a decode server's read breaks"),
-    "lease breaks": Fault(0.05, "a prefill server loses its peer"),
-    "answer breaks": Fault(0.05, "the connection on which a first token is awaited breaks"),
-    "answer is lost": Fault(0.05, "a first token never comes, and nothing says so: a time-out ends it"),
-    "message comes twice": Fault(0.1, "what a prefill server sends is sent again"),
-    "late batch": Fault(0.95, "the decode server's worker has its batch late"),
-    "garbled images": Fault(0.05, "a client sends images that cannot be hashed"),
+    # name: rate
+    "copy to host fails": 0.1,  # a copy out of the device fails, and its target is garbage
+    "late report": 0.5,  # a rank's word is on its way
+    "lost in schedule": 0.02,  # FastDeploy's schedule raises after it scheduled some
+    "lost before put": 0.02,  # what FastDeploy does between schedule and its queue raises
+    "lost in put": 0.02,  # the queue raises before it has the batch
+    "lost after put": 0.02,  # the queue raises though it has the batch
+    "store fails": 0.1,  # a call of the store fails, and garbage is written
+    "store loses": 0.05,  # values vanish from the store
+    "store lies": 0.05,  # a value has other bytes; its digest tells
+    "store is full": 0.1,  # nothing more is stored
+    "copy to device fails": 0.4,  # a copy into the device fails, and its target is garbage
+    "fetch breaks": 0.1,  # a decode server's read breaks
+    "lease breaks": 0.05,  # a prefill server loses its peer
+    "answer breaks": 0.05,  # the connection on which a first token is awaited breaks
+    "answer is lost": 0.05,  # a first token never comes, and nothing says so: a time-out ends it
+    "message comes twice": 0.1,  # what a prefill server sends is sent again
+    "late batch": 0.95,  # the decode server's worker has its batch late
+    "garbled images": 0.05,  # a client sends images that cannot be hashed
 }
 
 
 class Faults:
-    def __init__(self, on: Collection[str]) -> None:
-        self.on = sorted(on)
-        self._on = frozenset(on)
+    def __init__(self, on: Iterable[str]) -> None:
+        self.on = frozenset(on)
         self.count: Counter[str] = Counter()
         self.are_over = False
 
     def strike(self, name: str, rng: random.Random) -> bool:
         """Draws in any case, so that a fault that is off shifts nothing."""
-        struck = rng.random() < FAULTS[name].rate and name in self._on and not self.are_over
+        struck = rng.random() < FAULTS[name] and name in self.on and not self.are_over
         self.count[name] += struck
         return struck
-
-
-def half(rng: random.Random) -> list[str]:
-    return [name for name in FAULTS if rng.random() < 0.5]

@@ -12,6 +12,9 @@ from collections import deque
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
+
+import wrapt
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches, seats
@@ -24,14 +27,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind as K
 from .clients import Request
 from .memory import WrongError
 
-
-class Status(enum.Enum):
-    WAITING = 0
-    RUNNING = 1
-    RUNNING_PREFILL = 2
-    RUNNING_DECODE = 3
-    PREEMPTED = 4
-    FINISHED = 5
+Status = enum.Enum("Status", "WAITING RUNNING RUNNING_PREFILL RUNNING_DECODE PREEMPTED FINISHED")
 
 
 def images_of(request: Request) -> Any:
@@ -84,18 +80,11 @@ class Control:
         self.block_tables = task.block_tables
 
 
-class Gauges:
-    """FastDeploy's metrics: nobody looks at them here."""
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(set=lambda value: None)
-
-
 class EngineCache(patches.EnginePrefixCache):
     """As FastDeploy's engine has it, without a configuration of FastDeploy's and without sockets."""
 
     def __init__(self, config: KVCacheConfig, *, reports: Any) -> None:
-        PrefixCacheAdapter.__init__(self, config, gauges=Gauges(), whole_items=True)
+        PrefixCacheAdapter.__init__(self, config, gauges=Mock(), whole_items=True)
         self.publisher: Any = SimpleNamespace(publish=lambda: None, publish_now=lambda: None)
         self.transit, self.followers = Transit(self), Followers(self)
         self.held_back = HeldBack(lambda request_id: self.storage is not None and self.storage.holds(request_id))
@@ -125,10 +114,8 @@ class ResourceManager:
             speculative_config=SimpleNamespace(num_speculative_tokens=0),
         )
 
+    @wrapt.decorator(patches.add_request)
     def add_request(self, task: Task) -> None:
-        patches.add_request(self._add_request, self, (task,), {})
-
-    def _add_request(self, task: Task) -> None:
         with self.lock:
             self.waiting.append(task)
             self.requests[task.request_id] = task

@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.errors import TransferError
 
 from .chooser import Chooser
 from .clients import Clients
-from .faults import Faults, half
+from .faults import FAULTS, Faults
 from .memory import Tags, WrongError
 from .scenarios import SCENARIOS
 from .streams import Clock
@@ -35,7 +35,7 @@ class World:
         self.run = run
         self.chooser = Chooser(f"{run.scenario} {run.seed}", run.tickets)
         rng = self.chooser.source("faults")
-        self.faults = Faults([name for name in half(rng) if name not in run.off])
+        self.faults = Faults({name for name in FAULTS if rng.random() < 0.5} - run.off)
         self.clock, self.tags = Clock(), Tags()
         self.weights = 0
         self.trace: deque[str] = deque(maxlen=None if run.check_every == 1 else 40)
