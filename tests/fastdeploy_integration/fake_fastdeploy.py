@@ -4,7 +4,6 @@ import importlib
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 ENGINE = """
@@ -47,15 +46,15 @@ def write(directory: Path, package: str, *, version: str = "9.1.0", engine: str 
 
 def row(package: str, qualname: str, ours: str, **fields: object) -> dict[str, object]:
     module = "parts" if qualname == "names" else "engine"
-    raw: dict[str, object] = {
+    ours = f"tests.fastdeploy_integration.overlay.fake_patches:{ours}"
+    made = {
         "target": f"{package}.{module}:{qualname}",
         "kind": "wrap",
-        "ours": f"tests.fastdeploy_integration.overlay.fake_patches:{ours}",
+        "ours": ours,
         "where": "engine",
         "why": "a test",
     }
-    raw.update(fields)
-    return raw
+    return {**made, **fields}
 
 
 def rows(package: str) -> list[dict[str, object]]:
@@ -69,33 +68,21 @@ def rows(package: str) -> list[dict[str, object]]:
 
 
 def write_table(
-    directory: Path,
-    patches: list[dict[str, object]],
-    *,
-    release: str = "9.1",
-    capabilities: dict[str, object] | None = None,
-    not_in_names: dict[str, list[str]] | None = None,
-    bodies: Sequence[dict[str, object]] = (),
-    **about: object,
+    directory: Path, patches: list[dict[str, object]], *, release: str = "9.1", bodies: object = (), **about: object
 ) -> Path:
-    """`about`: more keys of the section [fastdeploy]. Returns the file, which lies in `directory`."""
-    section = {"release": release, "commit": "abc", **about}
-    text = "[fastdeploy]\n" + _assignments(section)
-    if capabilities is not None:
-        text += "\n[capabilities]\n" + _assignments(capabilities)
-    for place, names in (not_in_names or {}).items():
-        text += f"\n[not_in_names]\n{place!r} = {names}\n"
-    for section_name, sections in (("patch", patches), ("body", bodies)):
-        for each in sections:
-            text += f"\n[[{section_name}]]\n" + _assignments(each)
+    """`about`: more keys of the section [fastdeploy], and sections. Returns the file, which lies in `directory`."""
+    sections = {name: about.pop(name) for name in ("capabilities", "not_in_names") if name in about}
+    table = {"fastdeploy": {"release": release, "commit": "abc", **about}, **sections, "patch": patches, "body": bodies}
     path = directory / f"fake-{release}.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text("".join(f"{name} = {_toml(value)}\n" for name, value in table.items()), encoding="utf-8")
     return path
 
 
-def _assignments(section: dict[str, object]) -> str:
-    """Strings, numbers, booleans and lists look the same in TOML and in JSON."""
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
+def _toml(value: object) -> str:
+    """Strings, numbers, booleans and lists of them look the same in TOML and in JSON."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(each)}" for name, each in value.items()) + "}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list | tuple) else json.dumps(value)
 
 
 def forget(package: str) -> None:

@@ -305,6 +305,12 @@ class ResourceManager:
 
     finish_requests_async = finish_requests
 
+    def pre_recycle_resource(self, request_id: str) -> None:
+        """As it fails."""
+        if task := self.requests.get(request_id):
+            self._leave(task)
+            self._free_blocks(task)
+
     def _leave(self, task: Task) -> None:
         assert task.idx is not None
         self.tasks_list[task.idx], self.stop_flags[task.idx] = None, True

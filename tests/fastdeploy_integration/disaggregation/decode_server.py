@@ -12,6 +12,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
 from tests.fastdeploy_integration.engine.by_hand import Control, Kind, Status, make_adapter
+from tests.world.resource_manager import ResourceManager
 
 from .fake_requests import BLOCK, Output, engine, first_token, request
 
@@ -31,7 +32,7 @@ class DecodeServer:
             give_back=cache.give_back, fetch_s=100.0, token_s=20.0, open_step=cache.open_step, clock=lambda: self.now,
         )  # fmt: skip
         cache.gate, cache._rank_news = Gate(), self._take_news
-        self.engine = engine(cache, *known)
+        self.engine = engine(ResourceManager(cache, release=26, seats=8, budget=64), *known)
         self.manager, self.front_end = self.engine.resource_manager, self.engine.scheduler
         self.tokens = FirstTokens(self.engine, cache, Output, self._count_end, clock=lambda: self.now)
 

@@ -41,7 +41,7 @@ def test_a_request_whose_client_has_not_come_yet_waits_for_it_and_not_for_ever()
         server.report(made)
         assert server.loop(first_token(made)) == []
         if name == "r":
-            server.front_end.known.add(name)
+            server.front_end.requests[name] = None
             assert server.loop() == [["r"]]
     server.now = 20.0
     assert server.loop() == []
@@ -107,7 +107,7 @@ def test_a_refusal_waits_for_the_request_which_the_router_sends_to_both(told, af
     if not is_answered:
         server.loop()
     for _ in range(2):  # the second is another one
-        server.front_end.known.add("r")
+        server.front_end.requests["r"] = None
         server.loop()
         assert server.answers == [("r", ABORTED, True)] * is_answered
     assert server.num_ended == 0, "FastDeploy has counted no blocks of it"
@@ -120,7 +120,7 @@ def test_a_late_error_of_a_request_does_not_end_the_next_one_of_its_id(monkeypat
     made = server.granted()
     server.report(made, "the link broke")
     server.loop()
-    server.front_end.known.add("r")
+    server.front_end.requests["r"] = None
     server.granted("second")
     for _ in range(2):
         server.loop(first_token(made, code=501, message="prefill failed"))

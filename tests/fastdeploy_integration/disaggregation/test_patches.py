@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
 from tests.fastdeploy_integration.engine.by_hand import make_adapter
 
 from .decode_server import DecodeServer
-from .fake_requests import Manager, Output, request
+from .fake_requests import Output, request
 
 
 def decode_server():
@@ -48,7 +48,7 @@ def test_a_request_without_a_name_gets_nothing(data):
 
 
 def test_a_request_gets_another_name_each_time_that_it_is_taken_up_and_one_of_a_live_id_waits():
-    manager, first, second = Manager(None), request("r"), request("r")
+    manager, first, second = decode_server().manager, request("r"), request("r")
 
     def preallocate_resource_in_p(made):
         made.idx = len(manager.tasks_list)

@@ -1,6 +1,7 @@
 """Before a server with a role is paused, its requests and what it shares with peers end, or the pause fails."""
 
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from threading import Lock
 from types import SimpleNamespace
 
 import pytest
@@ -35,9 +36,9 @@ class Server:
 
     def __init__(self, *known, requests=(), num_shared=0):
         self.gate, self.now, self.num_shared, self.num_ended, self.gave_up_at = Gate(), 0.0, num_shared, 0, []
-        self.engine = engine(self, *known)
+        requests = {each: request(each) for each in requests}
+        self.engine = engine(SimpleNamespace(cache_manager=self, requests=requests), *known)
         self.engine.is_paused = False
-        self.engine.resource_manager.requests = {each: request(each) for each in requests}
         self.later = []
 
     def at(self, seconds, action):
@@ -80,7 +81,7 @@ def test_a_pause_waits_for_the_last_request_and_the_last_block_that_a_peer_reads
 def test_a_request_that_no_server_has_taken_up_is_answered():
     server = Server("here", "alone", requests=["here"])
     server.at(6.0, server.engine.resource_manager.requests.clear)
-    server.at(6.0, lambda: server.engine.scheduler.known.discard("here"))
+    server.at(6.0, lambda: server.engine.scheduler.requests.pop("here"))
     server.wait()
     assert server.answers == [("alone", 499, True)]
     assert server.now > 6.0 + UNKNOWN_S
@@ -97,9 +98,8 @@ def test_what_stands_still_is_given_up_and_a_pause_that_does_not_come_about_fail
 
 
 def test_decode_aborts_each_request_once():
-    manager = engine(None).resource_manager
-    manager.requests = {each: request(each) for each in "abc"}
-    manager.to_be_aborted_req_id_set = {"b"}
+    aborts = {"to_be_aborted_req_id_set": {"b"}, "waiting_abort_req_id_set": set()}
+    manager = SimpleNamespace(lock=Lock(), requests={each: request(each) for each in "abc"}, **aborts)
     DecodeCache.end(None, manager)
     assert manager.waiting_abort_req_id_set == {"a", "c"}
 

@@ -23,9 +23,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import (
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Kind, known_releases, load_table, table_for
 from tests.fastdeploy_integration import fake_fastdeploy
 
-SCHEDULE = fake_fastdeploy.row("fakefd", "Engine.schedule", "wrap_schedule", signature="(self)")
-HELPER = fake_fastdeploy.row("fakefd", "Engine.helper", "wrap_helper", signature="(flag=False)")
-WAIT = fake_fastdeploy.row("fakefd", "Engine.wait", "wrap_wait", signature="(self, request_id, executors=None)")
+SCHEDULE, HELPER, WAIT, *_ = fake_fastdeploy.rows("fakefd")
 
 
 @pytest.fixture

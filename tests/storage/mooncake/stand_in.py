@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -37,36 +36,27 @@ class Cluster:
         self.fault: str | None = None
         """What a client does that is asked: it `hangs` until it is killed, or `ends`."""
         self.killed = threading.Event()
+        """A process that was killed ends by itself, its connection is closed, unless it hangs."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = SimpleNamespace(MooncakeDistributedStore=lambda: _Store(self))
         monkeypatch.setitem(sys.modules, "mooncake.store", module)
-        monkeypatch.setattr(client.subprocess, "Popen", partial(_Thread, self))
+        monkeypatch.setattr(client.subprocess, "Popen", self._start)
         monkeypatch.setattr(process, "_end_with", lambda file: None)
 
-
-class _Thread:
-    """In the place of a process."""
-
-    def __init__(self, cluster: Cluster, command: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> None:
+    def _start(self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str], **options: Any) -> Any:
+        """A thread in the place of a process."""
         assert str(pass_fds[0]) == command[-1]
-        self._cluster = cluster
-        cluster.environments.append(options["env"])
-        self._connection = Connection(os.dup(pass_fds[0]))
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self.environments.append(env)
+        connection = Connection(os.dup(pass_fds[0]))
 
-    def _run(self) -> None:
-        with self._connection:
-            process.serve(self._connection)
+        def run() -> None:
+            with connection:
+                process.serve(connection)
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._thread.join()
-        return 0
-
-    def kill(self) -> None:
-        """Its connection is closed already: it ends by itself, unless it hangs."""
-        self._cluster.killed.set()
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return SimpleNamespace(wait=thread.join, kill=self.killed.set)
 
 
 class _Store:
@@ -91,8 +81,8 @@ class _Store:
             raise EOFError
         return [self._cluster.refusals.get("exist", int(key in self._cluster.values)) for key in keys]
 
-    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        return list(map(self._get, keys, addresses, sizes))
+    def batch_get_into(self, keys: list[str], *places: list[int]) -> list[int]:
+        return [self._get(key, *place) for key, *place in zip(keys, *places, strict=True)]
 
     def _get(self, key: str, address: int, size: int) -> int:
         value = self._cluster.values.get(key)
@@ -103,8 +93,8 @@ class _Store:
         ctypes.memmove(address, value, len(value))
         return len(value)
 
-    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        return [self.put(key, ctypes.string_at(*where)) for key, *where in zip(keys, addresses, sizes, strict=True)]
+    def batch_put_from(self, keys: list[str], *places: list[int]) -> list[int]:
+        return [self.put(key, ctypes.string_at(*place)) for key, *place in zip(keys, *places, strict=True)]
 
     def put(self, key: str, value: bytes) -> int:
         """Says 0 for what is stored already, too."""
