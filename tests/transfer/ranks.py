@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 
@@ -65,14 +64,19 @@ class Sockets:
         time.sleep(0.002)
 
 
+WHOLE = geometry()
+
+
 class _Rank:
-    def __init__(self, net, tensors, settings, rank_geometry):
-        self.net, self.tensors = net, tensors
+    def __init__(self, net, tensors, rank_geometry):
+        self.net, self.tensors, self.done = net, tensors, []
         self.hazards = HazardTable("device", NUM_BLOCKS)
         self.plane = net.plane(f"rank {id(self)}", tensors)
-        settings = TransferSettings(**{"secret": SECRET, "ping_s": 0.1, **settings})
-        self.ours = Self(rank_geometry, self.plane.address(), settings)
-        self.done: list[Any] = []
+        self.ours = Self(rank_geometry, self.plane.address(), TransferSettings(secret=SECRET, ping_s=0.1))
+
+    def make_desk(self, kind, *listening, **given):
+        given = {"regions": rows(self.tensors), "network": self.net.ends(), **given}
+        return kind(self.ours, self.plane, self.hazards, *listening, **given)
 
     def is_idle(self):
         """No lease, fetch or offer is open, and nothing holds a slot."""
@@ -89,11 +93,9 @@ class _Rank:
 class PrefillRank(_Rank):
     """`seed` decides what its blocks hold."""
 
-    def __init__(self, net, *, seed=1, settings=None, rank_geometry=None, **desk):
-        rank_geometry = rank_geometry or geometry()
-        super().__init__(net, part_of(model_cache(seed), rank_geometry), settings or {}, rank_geometry)
-        given = {"regions": rows(self.tensors), "network": net.ends(), **desk}
-        self.desk = OfferDesk(self.ours, self.plane, self.hazards, **given)
+    def __init__(self, net, *, seed=1, rank_geometry=WHOLE, **desk):
+        super().__init__(net, part_of(model_cache(seed), rank_geometry), rank_geometry)
+        self.desk = self.make_desk(OfferDesk, **desk)
 
     def offer(self, lease, slots, port, *, request=None, tokens=None):
         self.desk.open(lease, request or lease, slots, tokens or len(slots) * BLOCK, PeerPort(HOST, port))
@@ -107,17 +109,11 @@ class PrefillRank(_Rank):
 
 
 class DecodeRank(_Rank):
-    def __init__(self, net, *, settings=None, rank_geometry=None, port=0, **desk):
-        rank_geometry = rank_geometry or geometry()
+    def __init__(self, net, *, rank_geometry=WHOLE, port=0, **desk):
         tensors = [np.full((NUM_BLOCKS, role.block_bytes), CANARY, np.uint8) for role in rank_geometry.roles * LAYERS]
-        super().__init__(net, tensors, settings or {}, rank_geometry)
-        given = {"regions": rows(tensors), "network": net.ends(), **desk}
-        self.desk = FetchDesk(self.ours, self.plane, self.hazards, HOST, port, **given)
-        self.step = 0
-
-    @property
-    def port(self):
-        return self.desk.port
+        super().__init__(net, tensors, rank_geometry)
+        self.desk, self.step = self.make_desk(FetchDesk, HOST, port, **desk), 0
+        self.port = self.desk.port
 
     def turn(self):
         self.done += self.desk.turn(self.step)
