@@ -200,7 +200,7 @@ class Engine:
         if self._answer is not None and self._has_ended:
             (batch, result), self._answer = self._answer, None
             if self.peers is not None:
-                self.peers.computed(self, batch, result)
+                self.peers.note_pass(self, batch, result)
             self.core.on_step_result(result)
 
     def report(self, rng: random.Random) -> None:

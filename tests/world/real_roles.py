@@ -74,16 +74,7 @@ class RoleWorker(Worker):
             self.offers[name_of(task)] = self.rows[task.idx].table
 
 
-class Role(RealHost):
-    news: list[Any]
-    """Of its rank."""
-
-    @property
-    def rank(self) -> Any:
-        return self.worker.ranks[0]
-
-
-class Prefill(Role):
+class Prefill(RealHost):
     def task(self, request: Request) -> Any:
         task = super().task(request)
         task.max_tokens, task.eos_token_ids = 1, [END]
@@ -105,7 +96,7 @@ class Prefill(Role):
                 raise WrongError(f"{task.request_id} runs without all of its blocks")
 
 
-class Decode(Role):
+class Decode(RealHost):
     def take(self, rng: random.Random) -> None:
         if not self.world.faults.strike("late batch", rng):
             super().take(rng)
@@ -126,8 +117,8 @@ class RealRoles(Between):
         self.world, self.worker = world, self
         self.block_size = decode.block_size
         self.count: Counter[str] = Counter()
-        prefill.count = decode.count = self.count
-        prefill.news, decode.news = [], []
+        for host in (prefill, decode):
+            host.count, host.news, host.rank = self.count, [], host.worker.ranks[0]
         self.pausing = ""
         self._line: deque[Request] = deque()
         self._asking: list[Any] = []
@@ -184,7 +175,8 @@ class RealRoles(Between):
 
     def ask(self, rng: random.Random) -> None:
         task, gives_up = pick(self._asking, rng.random()), rng.random() < 0.02
-        dies, times = self._strike("lease breaks", rng), 1 + self._strike("message comes twice", rng)
+        strike = self.world.faults.strike
+        dies, times = strike("lease breaks", rng), 1 + strike("message comes twice", rng)
         if task is None:
             return
         if self.pausing == "prefill":
@@ -207,9 +199,6 @@ class RealRoles(Between):
     def _refuse(self, task: Any, code: int) -> None:
         self._asking = [each for each in self._asking if each is not task]
         self.prefill.manager.pre_recycle_resource(task.request_id)
-        self._fail(task, code)
-
-    def _fail(self, task: Any, code: int) -> None:
         self._send(task, error_code=code, error_msg="no")
 
     def _send(self, task: Any, **fields: Any) -> None:
@@ -251,7 +240,7 @@ class RealRoles(Between):
 
     def tell(self, rng: random.Random) -> None:
         """Prefill learns what became of the blocks. 2.5 tells a token before, for an id that it has seen before."""
-        name, early = pick(self.computed, rng.random()), self._strike("answer breaks", rng)
+        name, early = pick(self.computed, rng.random()), self.world.faults.strike("answer breaks", rng)
         ends, outcome = rng.random() < 0.05, self._outcome.get(name)
         if name is None:
             return
@@ -264,11 +253,11 @@ class RealRoles(Between):
         if outcome:
             self._first(task, END if ends else token, rng)
         else:
-            self._fail(task, 501)
+            self._send(task, error_code=501, error_msg="no")
         self.prefill.manager.finish_requests([task.request_id])
 
     def _first(self, task: Any, token: int, rng: random.Random) -> None:
-        for _ in range(1 + self._strike("message comes twice", rng)):
+        for _ in range(1 + self.world.faults.strike("message comes twice", rng)):
             self._send(task, outputs=CompletionOutput(index=0, send_idx=0, token_ids=[token]), finished=True)
 
     def hear(self, rng: random.Random) -> None:
@@ -284,9 +273,6 @@ class RealRoles(Between):
                 token = output.outputs.token_ids[0]
                 self.decode.manager.add_prefilled_request(output)
                 self.world.clients.token(task.uid, token, self.world.root(task), self.world.tags)
-
-    def _strike(self, name: str, rng: random.Random) -> bool:
-        return bool(self.world.faults.strike(name, rng))
 
     # ---- administration
 
@@ -321,12 +307,10 @@ class RealRoles(Between):
 
     @property
     def events(self) -> list[Any]:
-        both = [
-            (weight, getattr(host, name))
-            for host in (self.prefill, self.decode)
-            for weight, name in ((16, "schedule"), (12, "take"), (14, "run"), (16, "take_tokens"))
-        ]
-        both += [(weight, host.worker.run_devices) for host in (self.prefill, self.decode) for weight in [16]]
+        hosts = self.prefill, self.decode
+        steps = {"schedule": 16, "take": 12, "run": 14, "take_tokens": 16}
+        both = [(weight, getattr(host, name)) for host in hosts for name, weight in steps.items()]
+        both += [(16, host.worker.run_devices) for host in hosts]
         ours = (self.bring, self.ask, self.scribble, self.arrive, self.tell, self.hear)
         return [*both, *((16, each) for each in ours), (40, self.turn), (5, self.go_on_pausing), (0.5, self.pause)]
 

@@ -59,7 +59,7 @@ class Between:
             CancelFetch: lambda each: self.end_fetch(each.request_id, each.reason),
         }[type(command)](command)
 
-    def computed(self, by: Any, batch: BatchRequest, result: StepResult) -> None:
+    def note_pass(self, by: Any, batch: BatchRequest, result: StepResult) -> None:
         """A pass has ended."""
         for task in batch.requests if by is self.prefill else ():
             lease = self.leases.get(task.request_id)
