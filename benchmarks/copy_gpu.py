@@ -102,7 +102,8 @@ class Tiers:
         return after.seconds_since(before), spent
 
     def close(self) -> None:
-        self._runtime.close()
+        for stream in self._streams.values():
+            stream.close()
         self._copies.close()
         self._runtime.free_host(self._pool)
 

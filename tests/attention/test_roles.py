@@ -76,7 +76,6 @@ class RoundTrip:
 
     def close(self):
         self.controller.free()
-        self.runtime.close()
 
 
 @pytest.fixture

@@ -97,7 +97,6 @@ class Worker:
 
     def close(self) -> None:
         self.controller.free()
-        self.runtime.close()
         self.ranks.close()
 
 

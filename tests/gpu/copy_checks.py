@@ -78,7 +78,8 @@ class Copying:
         return stream.record_event()
 
     def close(self) -> None:
-        self.runtime.close()
+        self.into.close()
+        self.out.close()
         self.copies.close()
 
 

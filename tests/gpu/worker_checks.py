@@ -86,7 +86,6 @@ class Rig:
         self.controller.transfers.drain(60)
         self.controller.check()
         self.controller.free()
-        self.runtime.close()
 
 
 def events_order_streams_and_tell_time() -> None:

@@ -53,4 +53,4 @@ def test_only_the_named_ranks_have_faults(rank, fails):
             event.wait(20)
     else:
         event.wait(20)
-    runtime.close()
+    stream.close()

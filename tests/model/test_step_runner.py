@@ -56,7 +56,6 @@ class Worker:
     def close(self):
         self.controller.transfers.drain()
         self.controller.free()
-        self.runtime.close()
 
 
 @pytest.fixture

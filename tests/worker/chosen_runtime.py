@@ -73,13 +73,16 @@ class ChosenRuntime(CpuRuntime):
     Who waits with a time-out for what cannot go on is late at once.
     """
 
-    def __init__(self, seed: int = 0, **options: Any) -> None:
+    def __init__(self, seed: int = 0, *, late_compute: bool = False, **options: Any) -> None:
         self._random = random.Random(seed)
         self.now = 0
         self.held: set[str] = set()
         """Streams that stand still, by name."""
         self._errors: dict[str, list[Exception]] = {}
+        self.streams: list[ChosenStream] = []
         super().__init__(**options)
+        if late_compute:
+            self._compute = self.new_stream("compute")
 
     def hold(self, stream: str) -> Callable[[], None]:
         """`stream` stands still until the result is called."""
@@ -91,12 +94,12 @@ class ChosenRuntime(CpuRuntime):
         self._errors.setdefault(stream, []).append(error)
 
     def new_stream(self, name: str) -> ChosenStream:
-        self._streams = [*(stream for stream in self._streams if not stream.closed), ChosenStream(name, self)]
-        return self._streams[-1]
+        self.streams.append(ChosenStream(name, self))
+        return self.streams[-1]
 
     def go_on(self) -> bool:
         """The next piece of work of some stream. False if no stream can go on."""
-        streams = [stream for stream in self._streams if stream.can_go_on]
+        streams = [stream for stream in self.streams if stream.can_go_on]
         if streams:
             self.now += 1
             self._random.choice(streams).go_on()
@@ -105,7 +108,3 @@ class ChosenRuntime(CpuRuntime):
     def may_fail(self, stream: str) -> None:
         if self._errors.get(stream):
             raise self._errors[stream].pop(0)
-
-    def close(self) -> None:
-        self.held.clear()
-        super().close()

@@ -52,7 +52,7 @@ def test_free_allows_a_new_start(rig):
     assert rig.controller.layout is rig.layout
     rig.controller.free()
     rig.controller.free()
-    assert [stream.closed for stream in rig.runtime._streams] == [True]
+    assert [stream._closed for stream in rig.runtime.streams] == [True]
     pool, copies = lambda: rig.controller.host_pool, lambda: rig.controller.transfers.num_unreported
     for use in (pool, copies):
         with pytest.raises(CacheStateError, match="initialize_kv_cache"):
@@ -89,7 +89,6 @@ def test_sizes_that_cannot_work_are_one_clear_line(device, host, message):
     controller.check()
     controller.initialize_kv_cache(1, 1)
     controller.free()
-    runtime.close()
     with pytest.raises(ConfigError, match="layer_timeout_s"):
         CacheController(NumpyBackend(), runtime=runtime, layer_timeout_s=0)
 

@@ -31,7 +31,7 @@ class FillingBackend(NumpyBackend):
 @pytest.fixture
 def rig():
     """Its tensors are still being filled."""
-    runtime = ChosenRuntime(threaded_compute=True)
+    runtime = ChosenRuntime(late_compute=True)
     runtime.hold(COMPUTE)
     rig = Rig(runtime, backend=FillingBackend(runtime))
     yield rig

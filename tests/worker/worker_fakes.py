@@ -108,4 +108,3 @@ class Rig:
         self.controller.check()
         self.controller.free()
         self.controller.check()
-        self.runtime.close()

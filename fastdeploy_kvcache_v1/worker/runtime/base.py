@@ -89,7 +89,7 @@ class Stream(ABC):
 
 
 class Runtime(ABC):
-    """Maker and owner of streams and host memory on one device. Used by one thread at a time."""
+    """Maker of streams and host memory on one device. Used by one thread at a time."""
 
     @property
     @abstractmethod
@@ -103,7 +103,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def new_stream(self, name: str) -> Stream:
-        """An asynchronous stream, independent of all others."""
+        """An asynchronous stream, independent of all others. Who asked for it closes it."""
 
     @abstractmethod
     def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
@@ -122,10 +122,6 @@ class Runtime(ABC):
     @abstractmethod
     def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
         """Raises `ConfigError`, in one line, when the two tiers cannot fit the memory that is free now."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close every stream this runtime made. Idempotent."""
 
 
 def describe(error: BaseException) -> str:

@@ -120,10 +120,6 @@ class CpuStream(Stream):
         if self._thread is not None:
             self._thread.join()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def _post(self, op: Callable[[], None]) -> None:
         if self._closed:
             raise CacheStateError(f"stream {self.name} is closed")
@@ -163,13 +159,12 @@ class CpuRuntime(Runtime):
     """Threads as copy streams.
 
     `delay(stream_name)` runs on the stream's thread before each submitted function: tests make copies slow, gated or
-    failing with it. `threaded_compute` makes the compute stream asynchronous as well, as it is on a GPU.
+    failing with it.
     """
 
-    def __init__(self, *, delay: Callable[[str], None] | None = None, threaded_compute: bool = False) -> None:
+    def __init__(self, *, delay: Callable[[str], None] | None = None) -> None:
         self._delay = delay
-        self._streams: list[CpuStream] = []
-        self._compute: Stream = self.new_stream("compute") if threaded_compute else InlineStream("compute")
+        self._compute: Stream = InlineStream("compute")
 
     @property
     def on_gpu(self) -> bool:
@@ -180,9 +175,7 @@ class CpuRuntime(Runtime):
         return self._compute
 
     def new_stream(self, name: str) -> CpuStream:
-        stream = CpuStream(name, self._delay)
-        self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
-        return stream
+        return CpuStream(name, self._delay)
 
     def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
         return PaddleCopies(device, host) if chosen() == "paddle" else CpuCopies(device, host)
@@ -197,7 +190,3 @@ class CpuRuntime(Runtime):
         free = free_host_memory()
         require("the device cache", device_bytes, free)
         require("the host cache (swap space)", host_bytes, free - device_bytes)
-
-    def close(self) -> None:
-        for stream in self._streams:
-            stream.close()

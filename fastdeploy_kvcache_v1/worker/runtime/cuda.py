@@ -117,11 +117,14 @@ class _Backlog:
 class CudaStream(Stream):
     """A non-blocking CUDA stream. `submit` calls its function now, which enqueues on `handle` and returns."""
 
-    def __init__(self, cupy: Any, name: str, stream: Any) -> None:
+    def __init__(self, cupy: Any, name: str, handle: int | None = None) -> None:
+        """`handle`: of a stream that another library owns; None makes a new one on the calling thread's GPU."""
         self.name = name
-        self.handle = int(stream.ptr)
         self._cupy = cupy
-        self._stream = stream
+        if handle is None:
+            self._owned = cupy.cuda.Stream(non_blocking=True)
+            handle = int(self._owned.ptr)
+        self.handle = handle
         self._driver = driver()
         self._backlog: _Backlog | None = _Backlog()
         self._spare: dict[bool, list[Any]] = {False: [], True: []}
@@ -182,28 +185,12 @@ class CudaStream(Stream):
         return event
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+        self._cupy.cuda.runtime.streamSynchronize(self.handle)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._stream.synchronize()
-
-
-class _ForeignStream:
-    """A raw stream that another library owns, with what is used of a `cupy.cuda.Stream`. CuPy's own class for it has
-    another name in each of its major versions."""
-
-    def __init__(self, cupy: Any, ptr: int) -> None:
-        self.ptr = ptr
-        self._runtime = cupy.cuda.runtime
-
-    def synchronize(self) -> None:
-        self._runtime.streamSynchronize(self.ptr)
+            self.synchronize()
 
 
 class CudaComputeStream(CudaStream):
@@ -211,8 +198,8 @@ class CudaComputeStream(CudaStream):
     many are queued is not known, so no call keeps the interpreter lock.
     """
 
-    def __init__(self, cupy: Any, name: str, stream: Any) -> None:
-        super().__init__(cupy, name, stream)
+    def __init__(self, cupy: Any, handle: int) -> None:
+        super().__init__(cupy, "compute", handle)
         self._backlog = None
 
     def submit(self, fn: Callable[..., object], *args: object) -> None:
@@ -237,7 +224,7 @@ def stream_on(device: int, name: str) -> CudaStream:
     use_device(device)
     import cupy
 
-    return CudaStream(cupy, name, cupy.cuda.Stream(non_blocking=True))
+    return CudaStream(cupy, name)
 
 
 class CudaRuntime(Runtime):
@@ -257,8 +244,7 @@ class CudaRuntime(Runtime):
             import paddle
 
             compute_handle = int(paddle.device.cuda.current_stream().cuda_stream)
-        self._compute = CudaComputeStream(cupy, "compute", _ForeignStream(cupy, compute_handle))
-        self._streams: list[CudaStream] = []
+        self._compute = CudaComputeStream(cupy, compute_handle)
 
     @property
     def on_gpu(self) -> bool:
@@ -269,9 +255,7 @@ class CudaRuntime(Runtime):
         return self._compute
 
     def new_stream(self, name: str) -> CudaStream:
-        stream = CudaStream(self._cupy, name, self._cupy.cuda.Stream(non_blocking=True))
-        self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
-        return stream
+        return CudaStream(self._cupy, name)
 
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
         buffer = allocate_near(nbytes, self._choose_node, shared=shared)
@@ -305,7 +289,3 @@ class CudaRuntime(Runtime):
         free, _total = self._cupy.cuda.runtime.memGetInfo()
         require("the device cache", device_bytes, free)
         require("the host cache (swap space)", host_bytes, free_host_memory())
-
-    def close(self) -> None:
-        for stream in self._streams:
-            stream.close()

@@ -87,8 +87,7 @@ Copy = Callable[[Memory, CopyRuns, bool], None]
 
 
 def _carry_out(runtime: Runtime, copies: Copies, memory: Memory, runs: CopyRuns, to_device: bool) -> None:
-    with closing(copies), closing(runtime):
-        stream = runtime.new_stream("test")
+    with closing(copies), closing(runtime.new_stream("test")) as stream:
         if to_device:
             for layer in range(len(memory.tiers.device)):
                 stream.submit(partial(copies.layer, stream, layer, runs, to_device=True))

@@ -68,7 +68,8 @@ class Copying:
         assert np.flatnonzero(self.memory.bytes != self.expected).tolist() == []
 
     def close(self):
-        self.runtime.close()
+        for stream in self.streams.values():
+            stream.close()
         self.copies.close()
 
 

@@ -175,8 +175,8 @@ def test_the_workers_copies_reach_each_row_of_the_pool_when_it_is_told_to_copy_s
 
     ran, run = set(), paddle_ops.run
     monkeypatch.setattr(paddle_ops, "run", lambda *call: [ran.add(call[0]), run(*call)])
-    with closing(CpuRuntime()) as runtime:
-        copies, stream = runtime.new_copies(device, memory.host_rows), runtime.new_stream("test")
+    with closing(CpuRuntime().new_stream("test")) as stream:
+        copies = CpuRuntime().new_copies(device, memory.host_rows)
         copy = copies.all_layers if only_layer is None else partial(copies.layer, layer=only_layer)
         stream.submit(partial(copy, stream=stream, runs=runs, to_device=to_device))
         stream.record_event().wait()

@@ -13,9 +13,7 @@ from tests.worker.worker_fakes import LIMIT_S
 
 @pytest.fixture
 def runtime():
-    runtime = CpuRuntime()
-    yield runtime
-    runtime.close()
+    return CpuRuntime()
 
 
 def test_the_inline_compute_stream_is_the_caller(runtime):
@@ -30,6 +28,7 @@ def test_the_inline_compute_stream_is_the_caller(runtime):
     opened.set()
     compute.wait_event(event)
     assert event.done()
+    stream.close()
 
 
 def test_no_thread_exists_before_the_first_work(runtime):
