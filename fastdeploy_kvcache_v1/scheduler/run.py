@@ -13,6 +13,7 @@ join its parts again is O(1), and to append blocks at the list's end O(blocks ap
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -145,14 +146,11 @@ class Run(Link):
         cells, mine = self.cells, self.start
         if cells[WIDTH * (mine + count - 1)] == hashes[start + count - 1]:
             return count
-        low, high = 1, count - 1  # block low-1 agrees, block high disagrees
-        while low < high:
-            middle = (low + high) // 2
-            if cells[WIDTH * (mine + middle)] == hashes[start + middle]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+
+        def differs(at: int) -> bool:
+            return bool(cells[WIDTH * (mine + at)] != hashes[start + at])
+
+        return 1 + bisect_left(range(1, count - 1), True, key=differs)
 
     # ---- its slots; the caller keeps pools, counts and queues
 
@@ -323,10 +321,9 @@ class Run(Link):
         assert parent.host is not None
         return self.host.is_next_to(parent.host)
 
-    def take_over_parent(self) -> Run:
-        """It begins with its parent's blocks, in its parent's place. Returns the parent, which is nowhere now.
-
-        A reference to the parent that was kept elsewhere leads to this run, by its `parent`.
+    def take_over_parent(self) -> None:
+        """It begins with its parent's blocks, in its parent's place. The parent is nowhere now: a reference to it that
+        was kept elsewhere leads to this run, by its `parent`.
         """
         parent = self.parent
         assert parent is not None and parent.parent is not None
@@ -339,7 +336,6 @@ class Run(Link):
         parent.drop_children()
         parent.parent.add_child(self)
         parent.parent, parent.on_device, parent.host = self, False, None
-        return parent
 
 
 def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Cells:

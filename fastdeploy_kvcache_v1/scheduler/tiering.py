@@ -103,14 +103,12 @@ class Tiering:
         if leaf.parent is None:
             return
         self._tree.hit(leaf, self._policy.hits_that_count)
-        if wanted := self._policy.on_hit(leaf):
-            self._count_skipped(self._back_up(wanted))
+        self._counters.backup_skipped_blocks += self._back_up(self._policy.on_hit(leaf))
 
     def back_up_completed(self, runs: Sequence[Run], num_new: int) -> None:
         """The last `num_new` blocks of `runs`, in prompt order, have just been computed."""
-        if wanted := self._policy.on_completion(runs):
-            skipped = self._back_up(wanted)
-            self._count_skipped(min(skipped, num_new))  # for older ones that was counted before
+        skipped = self._back_up(self._policy.on_completion(runs))
+        self._counters.backup_skipped_blocks += min(skipped, num_new)  # for older ones that was counted before
 
     # ---- the step
 
@@ -159,7 +157,10 @@ class Tiering:
                 "finish or preempt their requests, and complete their loads and stores, first"
             )
         for run in hit:
-            self._evict_subtree(run, above)
+            if run.on_device:  # else it has left with an earlier one
+                self._cut_before(run, run.device_slots, above)
+                for victim in reversed([below for below in run.subtree() if below.on_device]):
+                    self._drop_device(victim)
 
     def forget_failed(self, result: TransferResult) -> set[Run]:
         """Forget what is in the slots that `result` failed to fill, and the blocks below which are nowhere else.
@@ -189,24 +190,18 @@ class Tiering:
 
     def _lose(self, run: Run, slots: Sequence[int], failed: Set[int]) -> list[Run]:
         """Forget `run` from the first of its `slots` in `failed` on; returns the runs that are gone."""
-        first = next((index for index, slot in enumerate(slots) if slot in failed), None)
-        if first is None:
+        if failed.isdisjoint(slots):
             return []
         if run.detached:
             return list(run.subtree())
-        if first:
-            self._tree.split(run, first)
+        self._cut_before(run, slots, failed)
         return self._tree.detach(run)
 
-    def _evict_subtree(self, run: Run, above: Set[int]) -> None:
-        """Evict an unpinned `run` from its first block in `above` on, and every device block below, without copies."""
-        if not run.on_device:
-            return  # gone with an earlier run
-        first = next(index for index, slot in enumerate(run.device_slots) if slot in above)
+    def _cut_before(self, run: Run, slots: Sequence[int], those: Set[int]) -> None:
+        """`run` begins with the first of its `slots` in `those` now: what is before is cut off."""
+        first = next(index for index, slot in enumerate(slots) if slot in those)
         if first:
             self._tree.split(run, first)
-        for victim in reversed([below for below in run.subtree() if below.on_device]):
-            self._drop_device(victim)
 
     def _evict_device(self, run: Run) -> None:
         """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
@@ -214,7 +209,7 @@ class Tiering:
             if self._is_declined(run):
                 self._counters.backup_declined_blocks += run.length
             else:  # where there is room for a part, its upper part stays, and is the next victim
-                self._count_skipped(self._back_up([run]))
+                self._counters.backup_skipped_blocks += self._back_up([run])
         self._drop_device(run)
 
     def _is_declined(self, run: Run) -> bool:
@@ -252,8 +247,8 @@ class Tiering:
                 return
 
     def _back_up(self, runs: Sequence[Run]) -> int:
-        """Start copies of the blocks of `runs`, all on the device and in prompt order; returns for how many there was
-        no room.
+        """Start copies of the blocks of `runs`, all on the device and in prompt order; returns for how many a host tier
+        had no room.
         """
         skipped = 0
         for run in runs:
@@ -263,11 +258,7 @@ class Tiering:
                 if room:
                     saved = run if room == run.length else self._tree.split(run, room)
                     self._residency.start_swap_out(saved, self._residency.host_pool.allocate(room))
-        return skipped
-
-    def _count_skipped(self, num_blocks: int) -> None:
-        if self._residency.host_pool.size:
-            self._counters.backup_skipped_blocks += num_blocks
+        return skipped if self._residency.host_pool.size else 0
 
     def _make_host_room(self, count: int) -> int:
         """Evict from the host until `count` slots are free or nothing evictable is left; returns how many are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 from ..metadata import CacheLevel
-from .run import HOST, WIDTH, Cells, Run
+from .run import HOST, WIDTH, Run
 
 REMEMBERED_STEPS = 256
 """A copy that fails later than this many steps with copies after it was told is searched for in the whole cache."""
@@ -21,10 +21,9 @@ class ToldCopy:
 
     __slots__ = ("_cells", "_count", "_first", "_level", "_looked_at", "_run")
 
-    def __init__(self, run: Run, level: CacheLevel | None, cells: Cells, start: int, end: int) -> None:
-        """What `run` was when it was told of, and the tier that its copy was to fill."""
-        self._run, self._level = run, level
-        self._cells, self._first, self._count = cells, start, end - start
+    def __init__(self, run: Run) -> None:
+        self._run, self._level = run, run.open
+        self._cells, self._first, self._count = run.cells, run.start, run.length
         self._looked_at = 0
         """Blocks from the first one on that `find` has passed: a copy is stored piece by piece, in order."""
 
@@ -71,29 +70,21 @@ class ToldCopies:
     """By step number. Not thread-safe: the manager's lock covers it."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, Sequence[tuple[Run, CacheLevel | None, Cells, int, int]]] = {}
-        """What `ToldCopy` is made of. They are made when they are asked for: nearly nobody asks."""
-        self._asked: dict[int, Sequence[ToldCopy]] = {}
+        self._steps: dict[int, Sequence[ToldCopy]] = {}
         self._last_dropped = -1
 
     def remember(self, step: int, runs: Iterable[Run]) -> None:
         """`runs`, at least one, have an open copy, and `step` is taken."""
-        self._steps[step] = [(run, run.open, run.cells, run.start, run.end) for run in runs]
+        self._steps[step] = [ToldCopy(run) for run in runs]
         if len(self._steps) > REMEMBERED_STEPS:
             self._last_dropped = next(iter(self._steps))
             del self._steps[self._last_dropped]
-            self._asked.pop(self._last_dropped, None)
 
     def of(self, step: int) -> Sequence[ToldCopy] | None:
         """Copies of `step`; None when that was too long ago."""
-        if step not in self._steps:
-            return None if step <= self._last_dropped else ()
-        if step not in self._asked:
-            self._asked[step] = [ToldCopy(*each) for each in self._steps[step]]
-        return self._asked[step]
+        return self._steps.get(step, None if step <= self._last_dropped else ())
 
     def forget(self) -> None:
         """Nothing that was copied until now can be found any more."""
         self._steps.clear()
-        self._asked.clear()
         self._last_dropped = -1

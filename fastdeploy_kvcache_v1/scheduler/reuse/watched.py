@@ -6,7 +6,7 @@ blocks it has. It is cut where a prompt leaves it, or ends.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from ...metadata import BlockHash
@@ -147,16 +147,15 @@ class WatchedBlocks:
 
     def _cut(self, group: Group, hashes: Sequence[BlockHash], end: int) -> Group:
         """A new group for its upper part, as far as it has the first `end` watched blocks of the prompt. O(log n)."""
-        low, high = group.begin + 1, min(group.end, end) + 1  # the first `low` are the prompt's, the first `high` not
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._group(hashes[INDICES[middle - 1]]) is group:
-                low = middle
-            else:
-                high = middle
-        upper = Group(group.begin, low, group.uses, group.time, self._generation)
+
+        def is_left(index: int) -> bool:
+            return self._group(hashes[INDICES[index]]) is not group
+
+        begin = group.begin + 1  # the first one is the prompt's
+        begin += bisect_left(range(begin, min(group.end, end)), True, key=is_left)
+        upper = Group(group.begin, begin, group.uses, group.time, self._generation)
         self._name(upper, hashes)
-        group.begin_at(low)
+        group.begin_at(begin)
         return upper
 
     def _name(self, group: Group, hashes: Sequence[BlockHash]) -> None:
