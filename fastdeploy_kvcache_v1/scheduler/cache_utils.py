@@ -112,28 +112,20 @@ class BlockHasher:
         data = self._partial + token_bytes(token_ids)
         step = self._block_size * TOKEN_BYTES
         full = len(data) - len(data) % step
-        if full and self._next_item < len(self._items):
-            self._hash_with_items(data, full, step)
-        elif full:
-            self._hash_text(data, full, step)
         self._partial = data[full:]
-
-    def _hash_text(self, data: bytes, full: int, step: int) -> None:
-        parent: bytes = self._parent
-        append = self.hashes.append
+        if not full:
+            return
+        parent, extra, append = self._parent, b"", self.hashes.append
+        items = self._items if self._next_item < len(self._items) else ()
         for begin in range(0, full, step):
-            parent = sha256(parent + data[begin : begin + step]).digest()
-            append(parent)  # type: ignore[arg-type]
-        self._parent = BlockHash(parent)
-
-    def _hash_with_items(self, data: bytes, full: int, step: int) -> None:
-        for begin in range(0, full, step):
-            start = len(self.hashes) * self._block_size
-            extra, self._next_item = get_block_hash_extra_keys(
-                start, start + self._block_size, self._items, self._next_item
-            )
-            self._parent = BlockHash(sha256(self._parent + data[begin : begin + step] + extra).digest())
-            self.hashes.append(self._parent)
+            if items:
+                start = len(self.hashes) * self._block_size
+                extra, self._next_item = get_block_hash_extra_keys(
+                    start, start + self._block_size, items, self._next_item
+                )
+            parent = sha256(parent + data[begin : begin + step] + extra).digest()  # type: ignore[assignment]
+            append(parent)
+        self._parent = parent
 
 
 class GivenHashes:

@@ -197,10 +197,7 @@ class RadixTree:
     def detach_all(
         self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
     ) -> None:
-        """Make everything unfindable. `in_use` are all pinned runs; the other slots are not the tree's, and stay owned.
-
-        O(runs in use + size of the pools); the rest is left to `sweep`.
-        """
+        """Make everything unfindable, as `Residency.detach_all`; what nobody uses is left to `sweep`."""
         self._ruins.append(self.root.drop_children())
         kept = self._residency.detach_all(in_use, other_device, other_host)
         for run in kept:

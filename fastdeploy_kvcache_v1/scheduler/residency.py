@@ -74,7 +74,7 @@ class Residency:
             self._free_if_unused(run)
             return
         if run.open is CacheLevel.DEVICE and not run.num_device_children:
-            self._close_unfilled(run)
+            self._take_device(run)
         if run.on_device:
             self.num_device_evictable += run.length
             if not run.is_queued and not run.num_device_children:
@@ -141,11 +141,9 @@ class Residency:
         """Give up the device copy of an unpinned run that keeps its host copy."""
         assert run.host is not None and not run.pins, "only unpinned runs with a host copy may leave the device"
         self.num_device_evictable -= run.length
-        if run.open is CacheLevel.DEVICE:
-            self._close_unfilled(run)
-        else:
+        if run.open is not CacheLevel.DEVICE:
             self._events.removed(CacheLevel.DEVICE, run)
-            self._take_device(run)
+        self._take_device(run)
 
     def drop_host(self, run: Run) -> None:
         """Give up the host copy of a run that stays on the device."""
@@ -371,13 +369,11 @@ class Residency:
 
     # ---- inside
 
-    def _close_unfilled(self, run: Run) -> None:
-        """Cancel the swap-in of `run`, of which the worker does not know yet."""
-        self._take_device(run)
-        run.open = None
-        del self._open[run]
-
     def _take_device(self, run: Run) -> None:
+        """Its swap-in is cancelled, if the worker does not know of it yet."""
+        if run.open is CacheLevel.DEVICE:
+            run.open = None
+            del self._open[run]
         if not run.detached:
             self.device_order.leave(run)
         self.device_pool.free(run.leave_device())
@@ -401,9 +397,7 @@ class Residency:
         """
         if run.pins:
             return
-        if run.open is CacheLevel.DEVICE:
-            self._close_unfilled(run)
-        elif run.on_device:
+        if run.on_device:
             self._take_device(run)
         if run.open is None and not run.is_read:
             if run.host is not None:

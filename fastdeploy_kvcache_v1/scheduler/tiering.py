@@ -138,10 +138,8 @@ class Tiering:
     # ---- administration
 
     def evict_above(self, size: int) -> None:
-        """Clear the device slots from `size` on of cached blocks, without copies; blocks below them go too.
-
-        Raises `PoolInUseError`, with no change, when a request or a store uses one of them or one still waits to be
-        copied out. O(cache).
+        """Clear the device slots from `size` on of cached blocks, without copies; blocks below them go too. Raises as
+        `CacheManager.resize_device_pool`. O(cache).
         """
         pool = self._residency.device_pool
         above = {slot for slot in pool.owned_slots() if slot >= size}
@@ -165,8 +163,7 @@ class Tiering:
     def forget_failed(self, result: TransferResult) -> set[Run]:
         """Forget what is in the slots that `result` failed to fill, and the blocks below which are nowhere else.
 
-        Returns the runs that can no longer be found; some may still be in use. Costs O(the blocks copied in that step
-        and runs above them), O(cache) when the step was so long ago that it is not remembered.
+        Returns the runs that can no longer be found; some may still be in use. Costs as `CacheManager.transfer_failed`.
         """
         failed = frozenset(result.target_slots)
         told = self.told.of(result.step)
