@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheStateError, ConfigError, TransferError
-from ..worker.ops.cuda_copies import Copy2D, copy_batch
+from ..worker.ops.cuda_copies import copy_2d, copy_batch
 from ..worker.ops.driver import UUID_BYTES, DriverStream, driver, uuid_of
 
 __all__ = ["HANDLE_BYTES", "UUID_BYTES", "Allocation", "Gpu", "PeerMemory"]
@@ -152,5 +152,4 @@ def _copy_grid(stream: DriverStream, ranges: npt.NDArray[np.int64]) -> None:
         stream.call("cuMemcpyAsync", target, source, width, stream.handle)
         return
     source_pitch, target_pitch = (ranges[1, :2] - ranges[0, :2]).tolist()
-    copy = Copy2D.between(source, source_pitch, target, target_pitch, width, len(ranges))
-    stream.call("cuMemcpy2DAsync", byref(copy), stream.handle)
+    copy_2d(stream, source, source_pitch, target, target_pitch, width, len(ranges))

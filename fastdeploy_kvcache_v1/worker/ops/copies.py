@@ -33,16 +33,36 @@ class Copies(ABC):
     The copies of one direction are all submitted to one stream.
     """
 
-    @abstractmethod
+    def __init__(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> None:
+        """Raises `CacheStateError` unless both tiers have the same layers with the same roles of the same sizes."""
+        sizes = [[layer.row_bytes for layer in side] for side in (device, host)]
+        if sizes[0] != sizes[1] or not device or not device[0]:
+            raise CacheStateError("copies need the same roles of the same size in every layer of both tiers")
+        self._num_roles, into = len(device[0]), [*zip(chain(*device), chain(*host), strict=True)]
+        self._pairs = {True: into, False: [(of, to) for to, of in into]}
+        """By whether a copy goes to the device: target and source of each role of each layer."""
+        self._rows = {way: np.array([_row(*pair) for pair in pairs], ROW) for way, pairs in self._pairs.items()}
+        """The same as a table."""
+
     def layer(self, stream: Any, layer: int, runs: CopyRuns, to_device: bool) -> None:
         """Copy the blocks of `runs` of one layer, all roles."""
+        first = layer * self._num_roles
+        self._copy(stream, first, first + self._num_roles, runs, to_device)
 
-    @abstractmethod
     def all_layers(self, stream: Any, runs: CopyRuns, to_device: bool) -> None:
         """As `layer`, for every layer."""
+        self._copy(stream, 0, len(self._pairs[True]), runs, to_device)
+
+    @abstractmethod
+    def _copy(self, stream: Any, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+        """As `layer`, for the rows `[first, end)`."""
 
     def close(self) -> None:  # noqa: B027  most have nothing
         """Give up what it holds. Every copy has ended."""
+
+
+def _row(target: BlockRows, source: BlockRows) -> tuple[int, ...]:
+    return target.address, source.address, target.pitch, source.pitch, target.row_bytes
 
 
 def chosen() -> str:
@@ -53,41 +73,17 @@ def chosen() -> str:
     return choice
 
 
-def require_fit(device: Sequence[LayerRows], host: Sequence[LayerRows]) -> None:
-    """Raises `CacheStateError` unless both tiers have the same layers with the same roles of the same sizes."""
-    sizes = [[layer.row_bytes for layer in side] for side in (device, host)]
-    if sizes[0] != sizes[1] or not device or not device[0]:
-        raise CacheStateError("copies need the same roles of the same size in every layer of both tiers")
-
-
 class CpuCopies(Copies):
     """On the calling thread, done on return, without the interpreter lock: by C where it was built, else by NumPy."""
 
-    def __init__(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> None:
-        require_fit(device, host)
-        self._num_roles, self._library = len(device[0]), library()
-        pairs = [*zip(chain(*device), chain(*host), strict=True)]
-        self._pairs = {True: pairs, False: [(of, to) for to, of in pairs]}
-        self._rows = {way: np.array([_row(*pair) for pair in each], ROW) for way, each in self._pairs.items()}
-
-    def layer(self, stream: Any, layer: int, runs: CopyRuns, to_device: bool) -> None:
-        self._copy(layer * self._num_roles, (layer + 1) * self._num_roles, runs, to_device)
-
-    def all_layers(self, stream: Any, runs: CopyRuns, to_device: bool) -> None:
-        self._copy(0, len(self._pairs[to_device]), runs, to_device)
-
-    def _copy(self, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
-        if self._library is not None:
+    def _copy(self, stream: Any, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+        if (by_c := library()) is not None:
             rows = self._rows[to_device].ctypes.data + first * ROW.itemsize
-            self._library.copy_rows(rows, end - first, runs.table.ctypes.data, len(runs))
+            by_c.copy_rows(rows, end - first, runs.table.ctypes.data, len(runs))
             return
         for target, source in self._pairs[to_device][first:end]:
             for of, to, blocks in runs:
                 np.copyto(target.array[to : to + blocks], source.array[of : of + blocks])
-
-
-def _row(target: BlockRows, source: BlockRows) -> tuple[int, ...]:
-    return target.address, source.address, target.pitch, source.pitch, target.row_bytes
 
 
 @cache

@@ -11,15 +11,14 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_size_t, c_uint, c_uint64, c_void_p
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, TransferError
-from .copies import Copies, require_fit
+from .copies import Copies
 from .driver import DriverEvent, DriverStream, driver
 from .rates import BATCH, KERNEL, RUNS, Rates
 from .rows import BlockRows, CopyRuns, LayerRows
@@ -81,24 +80,19 @@ def _side(name: str) -> list[tuple[str, Any]]:
     return [(f"{name}_{part}", kind) for part, kind in [*of_bytes, ("array", c_void_p), ("pitch", c_size_t)]]
 
 
-class Copy2D(ctypes.Structure):
+class _Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D."""
 
     _fields_ = (*_side("source"), *_side("target"), ("width", c_size_t), ("height", c_size_t))
 
-    @classmethod
-    def between(cls, source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> Copy2D:
-        """`height` rows of `width` bytes, anywhere: the addresses say whose memory they are."""
-        return cls(
-            source_type=UNIFIED,
-            source_address=source,
-            source_pitch=source_pitch,
-            target_type=UNIFIED,
-            target_address=target,
-            target_pitch=target_pitch,
-            width=width,
-            height=height,
-        )
+
+def copy_2d(
+    stream: DriverStream, source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int
+) -> None:
+    """Enqueue a copy of `height` rows of `width` bytes, anywhere: the addresses say whose memory they are."""
+    copy = _Copy2D(source_type=UNIFIED, source_address=source, source_pitch=source_pitch, width=width, height=height)
+    copy.target_type, copy.target_address, copy.target_pitch = UNIFIED, target, target_pitch
+    stream.call("cuMemcpy2DAsync", byref(copy), stream.handle)
 
 
 def copy_batch(
@@ -116,75 +110,51 @@ def copy_batch(
         stream.call("cuMemcpyBatchAsync", *pointers, len(some[0]), *more)
 
 
-class _Plan(NamedTuple):
-    """What is found out once for the copies of a step in one direction."""
+class _Kernel:
+    """The kernel in one direction, with its memory on the GPU: where rows are, and the plan that was uploaded last.
 
-    runs: CopyRuns
-    way: str
-    num_blocks: int
-    table: npt.NDArray[np.int32]
-    """`[runs, 3]`: source, target, blocks of the runs before."""
-
-
-class _Direction:
-    """The kernel in one direction: its arguments, and the plan that was uploaded for them last.
-
-    A plan lies behind the one before it on the stream, whose kernels have read that one by then.
+    A plan lies behind the one before it on the stream, whose launches have read that one by then. Raises as CuPy, and
+    `TransferError` where the driver refuses the kernel.
     """
 
-    def __init__(self, cupy: Any, function: c_void_p, rows: int, num_slots: int, *, to_device: bool) -> None:
-        self._cupy, self._function = cupy, function
-        self._arguments = _Arguments(rows, cupy.cuda.runtime.malloc(12 * num_slots), to_device=to_device)
+    def __init__(self, cupy: Any, rows: npt.NDArray[Any], num_slots: int, *, to_device: bool) -> None:
+        self._cupy, runtime = cupy, cupy.cuda.runtime
+        places = runtime.malloc(rows.nbytes), runtime.malloc(12 * num_slots)  # the context is there from now on
+        self._module, self._function = c_void_p(), c_void_p()
+        driver().call("cuModuleLoadData", byref(self._module), PTX.read_bytes())
+        driver().call("cuModuleGetFunction", byref(self._function), self._module, b"copy_cache_rows")
+        runtime.memcpy(places[0], rows.ctypes.data, rows.nbytes, runtime.memcpyHostToDevice)
+        runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
+        self._arguments = _Arguments(*places, to_device=to_device)
         self._parameters = (c_void_p * 1)(ctypes.addressof(self._arguments))
         self._shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
         self._launch = ctypes.addressof(self._shape)
-        self._uploaded: _Plan | None = None
         self._sources: deque[tuple[DriverEvent, Any]] = deque()
         """Page-locked memory that an upload may still read."""
 
-    def launch(self, stream: DriverStream, first: int, end: int, plan: _Plan) -> None:
-        if self._uploaded is not plan:
-            self._upload(stream, plan)
+    def upload(self, stream: DriverStream, runs: CopyRuns) -> None:
+        """For the launches that follow, on the same stream."""
+        while self._sources and self._sources[0][0].done():
+            self._sources.popleft()
+        table = runs.table.astype(np.int32)
+        table[:, 2] = np.cumsum(table[:, 2]) - table[:, 2]
+        size = 1 << max(12, (table.nbytes - 1).bit_length())  # few sizes: CuPy has a pool of them
+        source = self._cupy.cuda.alloc_pinned_memory(size)
+        ctypes.memmove(source.ptr, table.ctypes.data, table.nbytes)
+        stream.call("cuMemcpyHtoDAsync", self._arguments.runs, source.ptr, table.nbytes, stream.handle)
+        self._sources.append((stream.record_event(), source))
+        self._shape.stream = stream.handle
+        self._arguments.num_runs, self._arguments.num_blocks = len(runs), len(runs.sources)
+
+    def launch(self, stream: DriverStream, first: int, end: int) -> None:
         self._arguments.first_row, self._arguments.end_row = first, end  # the driver copies them at the call
         stream.call("cuLaunchKernelEx", self._launch, self._function, self._parameters, None)
 
-    def _upload(self, stream: DriverStream, plan: _Plan) -> None:
-        while self._sources and self._sources[0][0].done():
-            self._sources.popleft()
-        nbytes = plan.table.nbytes
-        source = self._cupy.cuda.alloc_pinned_memory(1 << max(12, (nbytes - 1).bit_length()))  # few sizes: CuPy's pool
-        ctypes.memmove(source.ptr, plan.table.ctypes.data, nbytes)
-        stream.call("cuMemcpyHtoDAsync", self._arguments.runs, source.ptr, nbytes, stream.handle)
-        self._sources.append((stream.record_event(), source))
-        self._uploaded = plan
-        self._shape.stream = stream.handle
-        self._arguments.num_runs, self._arguments.num_blocks = len(plan.runs), plan.num_blocks
-
     def close(self) -> None:
         self._sources.clear()
-        self._cupy.cuda.runtime.free(self._arguments.runs)
-
-
-class _Kernel:
-    """The loaded kernel and its memory on the GPU. Raises `TransferError` where the driver refuses it."""
-
-    def __init__(self, cupy: Any, rows: npt.NDArray[Any], num_slots: dict[bool, int]) -> None:
-        self._cupy, self._driver = cupy, driver()
-        self._rows = cupy.cuda.runtime.malloc(rows.nbytes)  # the first call: the context is there from now on
-        self._module, function = c_void_p(), c_void_p()
-        self._driver.call("cuModuleLoadData", byref(self._module), PTX.read_bytes())
-        self._driver.call("cuModuleGetFunction", byref(function), self._module, b"copy_cache_rows")
-        cupy.cuda.runtime.memcpy(self._rows, rows.ctypes.data, rows.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
-        cupy.cuda.runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
-        self.directions = {
-            way: _Direction(cupy, function, self._rows, slots, to_device=way) for way, slots in num_slots.items()
-        }
-
-    def close(self) -> None:
-        for direction in self.directions.values():
-            direction.close()
-        self._cupy.cuda.runtime.free(self._rows)
-        self._driver.call("cuModuleUnload", self._module)
+        for place in (self._arguments.rows, self._arguments.runs):
+            self._cupy.cuda.runtime.free(place)
+        driver().call("cuModuleUnload", self._module)
 
 
 class CudaCopies(Copies):
@@ -196,98 +166,70 @@ class CudaCopies(Copies):
     """
 
     def __init__(self, cupy: Any, device: Sequence[LayerRows], host: Sequence[LayerRows], rates: Rates) -> None:
-        require_fit(device, host)
+        super().__init__(device, host)
         self._rates, self._row_bytes = rates, device[0].row_bytes
-        pairs = [*zip(chain(*device), chain(*host), strict=True)]
         self.left = dict(rates.left)
         """Ways that are not used here, and why."""
-        seen = self._host_as_seen_by_the_gpu(host[0][0].address)
-        rows = [
-            (of.address, to.address + seen, of.pitch, to.pitch, of.row_bytes, _unit(of, to, seen)) for of, to in pairs
-        ]
-        self._rows = np.array(rows, ROW)
-        self._host_addresses = np.array([to.address for _of, to in pairs], np.uint64)
-        self._kernel: _Kernel | None = None
-        self._plans: dict[bool, _Plan | None] = {True: None, False: None}
-        """By direction, the latest: all layers of a step go by one."""
-        reach = max(side.num_rows * side.pitch for pair in pairs for side in pair)
+        self._kernels: dict[bool, _Kernel] = {}
+        reach = max(side.num_rows * side.pitch for pair in self._pairs[True] for side in pair)
         if reach > rates.reach:
             self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != RUNS}
-        elif KERNEL in rates.ways and KERNEL not in self.left:
-            self._kernel = self._load(cupy, {True: device[0][0].num_rows, False: host[0][0].num_rows})
+        elif KERNEL in rates.ways:
+            self._load(cupy)
         self._ways = tuple(way for way in rates.ways if way not in self.left)
         if RUNS in rates.left and not self._ways:
             reasons = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
             raise ConfigError(f"nothing copies between this GPU and {reach} bytes of memory ({reasons})")
+        self._latest: dict[bool, tuple[CopyRuns | None, str]] = {True: (None, ""), False: (None, "")}
+        """By direction, the runs that came last and their way: all layers of a step have the same."""
 
-    def _host_as_seen_by_the_gpu(self, address: int) -> int:
-        """What is to be added to a host address for the kernel, which on some systems is not 0."""
-        found = c_uint64()
+    def _load(self, cupy: Any) -> None:
+        first, seen = self._pairs[True][0][1].address, c_uint64()
         try:
-            driver().call("cuMemHostGetDevicePointer", byref(found), address, 0)
-        except TransferError as error:
-            self.left[KERNEL] = f"kernels do not reach the host memory: {error}"
-        return found.value - address if found.value else 0
-
-    def _load(self, cupy: Any, num_slots: dict[bool, int]) -> _Kernel | None:
-        try:
-            return _Kernel(cupy, self._rows, num_slots)
+            driver().call("cuMemHostGetDevicePointer", byref(seen), first, 0)  # on some systems it is another address
+            rows = np.array([_row(*pair, seen.value - first) for pair in self._pairs[True]], ROW)
+            for to_device, pairs in self._pairs.items():
+                self._kernels[to_device] = _Kernel(cupy, rows, pairs[0][0].num_rows, to_device=to_device)
         except (TransferError, cupy.cuda.runtime.CUDARuntimeError) as error:
             self.left[KERNEL] = f"the driver refuses it: {error}".splitlines()[0]
-            return None
-
-    def _plan(self, runs: CopyRuns, to_device: bool) -> _Plan:
-        blocks = len(runs.sources)
-        way = self._rates.fastest(self._row_bytes, blocks, len(runs), to_device=to_device, among=self._ways)
-        table = runs.table.astype(np.int32)
-        table[:, 2] = np.cumsum(table[:, 2]) - table[:, 2]
-        return _Plan(runs, way, blocks, table)
-
-    def layer(self, stream: DriverStream, layer: int, runs: CopyRuns, to_device: bool) -> None:
-        roles = len(self._row_bytes)
-        self._copy(stream, layer * roles, (layer + 1) * roles, runs, to_device)
-
-    def all_layers(self, stream: DriverStream, runs: CopyRuns, to_device: bool) -> None:
-        self._copy(stream, 0, len(self._rows), runs, to_device)
 
     def _copy(self, stream: DriverStream, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
-        plan = self._plans[to_device]
-        if plan is None or plan.runs is not runs:
-            plan = self._plans[to_device] = self._plan(runs, to_device)
-        if not plan.num_blocks:
-            return
-        if plan.way == KERNEL and self._kernel is not None:
-            self._kernel.directions[to_device].launch(stream, first, end, plan)
-        elif plan.way == BATCH:
-            self._batch(stream, first, end, runs, to_device)
-        else:
-            self._by_runs(stream, first, end, runs, to_device)
+        latest, way = self._latest[to_device]
+        if runs is not latest:
+            way = self._begin(stream, runs, to_device)
+        if way == KERNEL:
+            self._kernels[to_device].launch(stream, first, end)
+        elif way == BATCH:
+            rows = self._rows[to_device][first:end, None]
+            targets = rows["target"] + (rows["target_pitch"] * runs.targets).view(np.uint64)
+            sources = rows["source"] + (rows["source_pitch"] * runs.sources).view(np.uint64)
+            sizes = np.repeat(rows["bytes"].astype(np.uint64), len(runs.targets))
+            copy_batch(stream, targets.ravel(), sources.ravel(), sizes)
+        elif way == RUNS:
+            for target, source, target_pitch, source_pitch, nbytes in self._rows[to_device][first:end].tolist():
+                for of, to, blocks in runs:
+                    places = source + of * source_pitch, source_pitch, target + to * target_pitch, target_pitch
+                    copy_2d(stream, *places, nbytes, blocks)
 
-    def _batch(self, stream: DriverStream, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
-        rows = self._rows[first:end, None]
-        on_device, on_host = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)
-        device = (rows["device"] + (rows["device_pitch"] * on_device).view(np.uint64)).ravel()
-        host = (self._host_addresses[first:end, None] + (rows["host_pitch"] * on_host).view(np.uint64)).ravel()
-        targets, sources = (device, host) if to_device else (host, device)
-        sizes = np.repeat(rows["bytes"].astype(np.uint64).ravel(), len(on_device))
-        copy_batch(stream, targets, sources, sizes)
-
-    def _by_runs(self, stream: DriverStream, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
-        for row, host_address in zip(self._rows[first:end], self._host_addresses[first:end].tolist(), strict=True):
-            device, host = (int(row["device"]), int(row["device_pitch"])), (host_address, int(row["host_pitch"]))
-            (target, target_pitch), (source, source_pitch) = (device, host) if to_device else (host, device)
-            for of, to, blocks in runs:
-                places = source + of * source_pitch, source_pitch, target + to * target_pitch, target_pitch
-                copy = Copy2D.between(*places, int(row["bytes"]), blocks)
-                stream.call("cuMemcpy2DAsync", byref(copy), stream.handle)
+    def _begin(self, stream: DriverStream, runs: CopyRuns, to_device: bool) -> str:
+        """Finds the way of these runs, which is empty where there are none."""
+        blocks, way = len(runs.sources), ""
+        if blocks:
+            way = self._rates.fastest(self._row_bytes, blocks, len(runs), to_device=to_device, among=self._ways)
+        if way == KERNEL:
+            self._kernels[to_device].upload(stream, runs)
+        self._latest[to_device] = runs, way
+        return way
 
     def close(self) -> None:
-        if self._kernel is not None:
-            self._kernel.close()
-            self._kernel = None
+        for kernel in self._kernels.values():
+            kernel.close()
+        self._kernels.clear()
 
 
-def _unit(device: BlockRows, host: BlockRows, seen: int) -> int:
-    """Bytes of the widest access that every row allows."""
-    borders = device.address | device.pitch | device.row_bytes | (host.address + seen) | host.pitch
-    return next(unit for unit in (16, 4, 1) if borders % unit == 0)
+def _row(device: BlockRows, host: BlockRows, seen: int) -> tuple[int, ...]:
+    """`seen` is added to a host address for the GPU. The unit is the widest access that every row allows."""
+    address = host.address + seen
+    borders = device.address | device.pitch | device.row_bytes | address | host.pitch
+    unit = next(unit for unit in (16, 4, 1) if borders % unit == 0)
+    return device.address, address, device.pitch, host.pitch, device.row_bytes, unit

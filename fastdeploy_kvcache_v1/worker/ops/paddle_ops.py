@@ -18,12 +18,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import CacheStateError, ConfigError
-from .copies import Copies, require_fit
+from .copies import Copies
 from .rows import BlockRows, CopyRuns, LayerRows
 
 LIBRARY = Path(__file__).with_name("_paddle_ops.so")
@@ -102,30 +101,20 @@ class PaddleCopies(Copies):
     operators were not built for such tensors.
     """
 
-    def __init__(self, device_layers: Sequence[LayerRows], host_layers: Sequence[LayerRows]) -> None:
-        require_fit(device_layers, host_layers)
+    def __init__(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> None:
+        super().__init__(device, host)
         load()
-        self._layers = [
-            [_Role.of(device, host, layer) for device, host in zip(*rows, strict=True)]
-            for layer, rows in enumerate(zip(device_layers, host_layers, strict=True))
-        ]
-        if device_layers[0][0].on_gpu and not copies_on_gpu():
+        self._roles = [_Role.of(*pair, number // self._num_roles) for number, pair in enumerate(self._pairs[True])]
+        if device[0][0].on_gpu and not copies_on_gpu():
             raise ConfigError(
                 f"{LIBRARY.name} was built without nvcc, for a CPU: run scripts/build_ops.sh paddle with it"
             )
 
-    def layer(self, stream: Any, layer: int, runs: CopyRuns, to_device: bool) -> None:
-        """Copy the blocks of `runs` of one layer, all roles: enqueued on `stream` on a GPU, else done on return."""
-        self._copy(stream, self._layers[layer], runs, to_device)
-
-    def all_layers(self, stream: Any, runs: CopyRuns, to_device: bool) -> None:
-        """As `layer`, for every layer. Upstream's operator for all layers would wait for the stream."""
-        self._copy(stream, [*chain(*self._layers)], runs, to_device)
-
-    def _copy(self, stream: Any, roles: Sequence[_Role], runs: CopyRuns, to_device: bool) -> None:
+    def _copy(self, stream: Any, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+        """Enqueued on `stream` on a GPU, else done on return. Upstream's operator for all layers would wait for it."""
         device, host = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)
-        with _current_stream(roles[0].cache, stream):
-            for role in roles:
+        with _current_stream(self._roles[first].cache, stream):
+            for role in self._roles[first:end]:
                 numbers = (host * role.rows_per_block).tolist()
                 arguments = (role.address, role.max_blocks, device.tolist(), numbers, 0, int(to_device))
                 run("swap_cache_per_layer_async", role.cache, *arguments)

@@ -124,7 +124,7 @@ def test_what_a_pool_holds_on_the_gpu_is_given_back(gpu):
         return sum(memory.file >= 0 for memory in gpu._memory.values())
 
     with closing(Copying(gpu, only("kernel"))):
-        assert allocated() == 3, "rows, and a plan for each direction"
+        assert allocated() == 4, "rows and a plan, for each direction"
     assert allocated() == 0
 
 
@@ -142,7 +142,7 @@ def test_rows_that_were_not_uploaded_yet_are_waited_for(gpu):
     [
         ({"cuModuleLoadData": 209}, "the driver refuses it: cuModuleLoadData: CUDA error 209"),
         ({"cuMemAlloc": 2}, "the driver refuses it: cudaError2: cuMemAlloc"),
-        ({"cuMemHostGetDevicePointer": 1}, "kernels do not reach the host memory: cuMemHostGetDevicePointer"),
+        ({"cuMemHostGetDevicePointer": 1}, "the driver refuses it: cuMemHostGetDevicePointer"),
     ],
 )
 def test_without_a_kernel_the_next_way_copies(gpu, spoil, reason, caplog):
