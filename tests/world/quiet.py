@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from .chooser import Chooser
+from .chooser import source
 from .clients import Clients, Request
 from .memory import Tags
 from .ranks import Reports
@@ -29,7 +30,7 @@ class Quiet:
     """Of "lost in schedule": so many prompts are in the batch then."""
 
     def __init__(self, block_size: int) -> None:
-        self.clock, self.tags, self.chooser = Clock(), Tags(), Chooser(0, ())
+        self.clock, self.tags, self.source = Clock(), Tags(), partial(source, 0)
         self.faults, self.others, self.reports = self, list[Any](), Reports(self)
         self.clients = Clients(self, block_size=block_size)
         self._fails: tuple[str, ...] = ()

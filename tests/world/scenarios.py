@@ -80,7 +80,7 @@ def make_worker(
 
 def failing(world: Any, of: str, streams: dict[str, str]) -> Callable[[str], bool]:
     """Whether a copy of a stream fails: of these, which have a direction."""
-    rng = world.chooser.source(f"{of}copies")
+    rng = world.source(f"{of}copies")
     return lambda stream: stream in streams and world.faults.strike(f"copy to {streams[stream]} fails", rng)
 
 

@@ -7,7 +7,6 @@ import shlex
 import traceback
 from typing import Any, NamedTuple
 
-from .chooser import ranges
 from .faults import FAULTS
 from .world import Run, World
 
@@ -47,10 +46,9 @@ def try_run(run: Run) -> Result:
 
 def line(run: Run) -> str:
     """The command that replays it."""
-    tickets = ranges(run.tickets)
-    whole = tickets == f"0-{len(run.tickets) - 1}"
-    parts = [f"python -m tests.world {shlex.quote(run.scenario)} --seed {run.seed}"]
-    parts += [f"--events {len(run.tickets)}"] if whole else [f"--tickets {tickets}"]
+    parts, events = [f"python -m tests.world {shlex.quote(run.scenario)} --seed {run.seed}"], len(run.tickets)
+    whole = list(run.tickets) == list(range(events))
+    parts += [f"--events {events}"] if whole else [f"--tickets {','.join(map(str, run.tickets))}"]
     parts += [f"--off '{','.join(sorted(run.off))}'"] if run.off else []
     parts += [f"--size {name}={size}" for name, size in sorted(run.sizes.items())]
     return " ".join([*parts, "--check-every 1"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,9 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import (
     UPDATING,
     WeightUpdates,
 )
+
+IDLE_TURNS = 12
+"""At most so many turns of the API between two updates."""
 
 
 class Shared(list[int]):
@@ -38,9 +42,7 @@ class Updater:
     `take` and `run` become those of the workers' loop. A batch waits between `schedule` and the queue.
     """
 
-    def __init__(self, world: Any, host: Any, rng: random.Random, idle_turns: int = 12) -> None:
-        """`idle_turns`: at most so many turns of the API between two updates."""
-        self._idle_turns = idle_turns
+    def __init__(self, world: Any, host: Any, rng: random.Random) -> None:
         self._world, self._host, self._rng = world, host, rng
         self._patience = rng.choice([4, 1 << 30])
         """Turns after which the API gives up waiting."""
@@ -51,9 +53,9 @@ class Updater:
             host.cache_manager, weights=self._weights, tree=self._tree, heartbeats=self._heartbeats, copies=self._copies
         )
         self._take, self._run = host.take, host.run
+        self._processes = self._call(), self._work()
+        self.api, self.loop = (partial(self._go_on, process) for process in self._processes)
         host.take = host.run = self.loop
-        self._processes = self._api, self._loop = self._call(), self._work()
-        self.num_updated = self.num_given_up = self.num_dropped = 0
 
     @property
     def events(self) -> list[Any]:
@@ -65,16 +67,10 @@ class Updater:
 
     def check_idle(self) -> None:
         """An update that has ended leaves nothing."""
-        self._host.count["updates"] += self.num_updated
-        self._host.count["dropped batches"] += self.num_dropped
 
-    def api(self, rng: random.Random) -> None:
+    def _go_on(self, process: Iterator[None], rng: random.Random) -> None:
         self._rng = rng
-        next(self._api)
-
-    def loop(self, rng: random.Random) -> None:
-        self._rng = rng
-        next(self._loop)
+        next(process)
 
     def poll(self, rng: random.Random) -> None:
         self._rng = rng
@@ -102,16 +98,16 @@ class Updater:
 
     def _call(self) -> Iterator[None]:
         while True:
-            for _ in range(self._rng.randrange(self._idle_turns)):
+            for _ in range(self._rng.randrange(IDLE_TURNS)):
                 yield
             while self._world.faults.are_over and self.is_idle:
                 yield
             if not self._world.faults.are_over:
                 yield from self._change(NORMAL, CLEARING, CLEARED)
-            for _ in range(self._rng.choice([0, 5, self._idle_turns])):
+            for _ in range(self._rng.choice([0, 5, IDLE_TURNS])):
                 yield
             yield from self._change(CLEARED, UPDATING, NORMAL)
-            self.num_updated += self.is_idle
+            self._host.count["updates"] += self.is_idle
 
     def _change(self, before: int, asked: int, after: int) -> Iterator[None]:
         """First the weights, then the tree, as far as they are not changed yet."""
@@ -128,7 +124,6 @@ class Updater:
             if self._is(value, *signals):
                 return True
             yield
-        self.num_given_up += 1
         return False
 
     # ---- the workers' loop
@@ -150,7 +145,7 @@ class Updater:
             yield from self._check_weights()
             self._is_checking = False
             yield
-            self.num_dropped += self._host.queue.batch is not None
+            self._host.count["dropped batches"] += self._host.queue.batch is not None
             self._host.queue.batch = None
             yield
             while asked == CLEARING and not (self._is(UPDATING, self._weights) and self._host.worker.is_idle):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastdeploy_kvcache_v1.errors import TransferError
 
-from .chooser import Chooser
+from .chooser import source
 from .clients import Clients
 from .faults import FAULTS, Faults
 from .memory import Tags, WrongError
@@ -33,8 +34,8 @@ class Run(NamedTuple):
 class World:
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.chooser = Chooser(f"{run.scenario} {run.seed}", run.tickets)
-        rng = self.chooser.source("faults")
+        self.source = partial(source, f"{run.scenario} {run.seed}")
+        rng = self.source("faults")
         self.faults = Faults({name for name in FAULTS if rng.random() < 0.5} - run.off)
         self.clock, self.tags = Clock(), Tags()
         self.weights = 0
@@ -45,7 +46,7 @@ class World:
         """Further actors: `events`, `is_idle`, `check_idle`."""
         self.clients: Clients
         self.host: Any
-        SCENARIOS[run.scenario](self, self.chooser.source("scenario"))
+        SCENARIOS[run.scenario](self, self.source("scenario"))
 
     def log(self, *words: object) -> None:
         self.trace.append(f"{self.ticket}: {' '.join(map(str, words))}")
@@ -85,8 +86,8 @@ class World:
     def _go(self) -> None:
         events = self.events()
         weights = [weight for weight, _ in events]
-        for number, (ticket, rng) in enumerate(self.chooser):
-            self.ticket = ticket
+        for number, ticket in enumerate(self.run.tickets):
+            self.ticket, rng = ticket, self.source(ticket)
             event = rng.choices(events, weights)[0][1]
             self.clock.advance(TURN_S * rng.random())
             event(rng)
@@ -104,7 +105,7 @@ class World:
         before, since, idle = None, 0, 0
         for turn in range(MOST_TURNS):
             self.ticket = -1 - turn
-            rng = self.chooser.source(f"turn {turn}")
+            rng = self.source(f"turn {turn}")
             self.clock.advance(TURN_S)
             for event in turns:
                 event(rng)
