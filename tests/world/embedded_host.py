@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.metadata import CacheAccess, CacheLevel
+from fastdeploy_kvcache_v1.metadata import CacheAccess
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
@@ -31,7 +30,7 @@ from tests.embedded.random_text import byte_stream
 
 from .chooser import pick
 from .clients import Request
-from .memory import GARBAGE, VOCABULARY, Prefix, Tags, WrongError, next_token
+from .memory import VOCABULARY, Prefix, Tags, WrongError, next_token
 from .ranks import OWN_NOTHING, Tensors
 from .streams import VirtualDevice
 
@@ -62,10 +61,6 @@ class EngineRank(Tensors):
         self._rows: dict[str, Any] = {}
         self._tasks: dict[int, StepTask] = {}
 
-    def refilled(self, slots: Sequence[int]) -> None:
-        """From outside."""
-        self.controller.transfers.refilled(slots, CacheLevel.DEVICE)
-
     def run(self, batch: BatchRequest) -> StepResult:
         self._tasks = {id(task.block_table): task for task in batch.requests}
         result = self.runner.run(batch)
@@ -80,7 +75,7 @@ class EngineRank(Tensors):
         try:
             for number, layer in enumerate(self.layers):
                 before_layer(number)
-                self.device.compute_stream.submit(self._attend_unless, void, layer, number, plan)
+                self.device.compute_stream.submit(self._attend, layer, number, plan, void)
         except TransferError:
             void.append("what was submitted reads blocks that did not arrive")
             raise
@@ -90,14 +85,6 @@ class EngineRank(Tensors):
             row.computed = end
         counts = zip(work, (each.num_logits for each in slices), strict=True)
         return [[self._scores(row, at) for at in range(end + 1 - count, end + 1)] for (row, _, end), count in counts]
-
-    def _attend_unless(self, void: list[str], layer: Any, number: int, plan: Any) -> None:
-        """It writes in any case: what is computed of garbage is garbage."""
-        if not void:
-            self._attend(layer, number, plan)
-            return
-        for _, places, _, start in plan:
-            layer.reshape(-1)[places[start:]] = GARBAGE
 
     def _guess(self, slices: Any, chosen: Any, caches: Any, before_layer: Any) -> list[Any]:
         """Two guesses of three are right."""

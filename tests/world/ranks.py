@@ -21,7 +21,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferReport
 
-from .memory import UNWRITTEN, Prefix, Tags, WrongError
+from .memory import GARBAGE, UNWRITTEN, Prefix, Tags, WrongError
 from .store import RankMemory
 from .streams import VirtualDevice
 
@@ -48,6 +48,9 @@ class Row:
 class Tensors:
     """Of one rank, and its model in tags."""
 
+    controller: Any
+    """None where nothing is copied."""
+
     def __init__(self, number: int, device: VirtualDevice, *, blocks: int, block_size: int, tags: Tags) -> None:
         self.number, self.device, self.tags, self.block_size = number, device, tags, block_size
         self.layers = [np.full((blocks, block_size), UNWRITTEN, np.int64) for _ in range(LAYERS)]
@@ -58,6 +61,11 @@ class Tensors:
     @property
     def by_name(self) -> dict[str, Any]:
         return {str(number): layer for number, layer in enumerate(self.layers)}
+
+    def refilled(self, slots: Sequence[int]) -> None:
+        """From outside."""
+        if self.controller is not None:
+            self.controller.transfers.refilled(slots, CacheLevel.DEVICE)
 
     def _use(self, plan: Sequence[tuple[Row, Any, Any, int]]) -> None:
         """Until the device gets to `using.popleft`."""
@@ -75,11 +83,12 @@ class Tensors:
         tags[row.own_from :] += (row.uid + 1) * OWN_NOTHING
         return row, slots * self.block_size + positions % self.block_size, tags, start
 
-    def _attend(self, layer: Any, number: int, plan: Sequence[tuple[Row, Any, Any, int]]) -> None:
+    def _attend(self, layer: Any, number: int, plan: Sequence[tuple[Row, Any, Any, int]], void: Sequence[str]) -> None:
+        """`void`: why it computes nothing. It writes in any case: what is computed of garbage is garbage."""
         flat = layer.reshape(-1)
         for _, places, tags, start in plan:
-            flat[places[start:]] = tags[start:] * LAYERS + number
-        for row, places, tags, start in plan:
+            flat[places[start:]] = GARBAGE if void else tags[start:] * LAYERS + number
+        for row, places, tags, start in () if void else plan:
             found = flat[places]
             wrong = np.flatnonzero(found != tags * LAYERS + number)
             if wrong.size:
@@ -102,22 +111,13 @@ class Rank(Tensors):
     ) -> None:  # fmt: skip
         super().__init__(number, device, blocks=blocks, block_size=block_size, tags=tags)
         self.cache = WorkerCache(
-            num_host_blocks=host_blocks,
-            block_size=block_size,
-            make_runtime=lambda: device,
-            tell_copies=lambda report: tell(number, report),
-            storage=storage,
-            clock=clock,
-            keep_host_memory=True,
-        )
+            num_host_blocks=host_blocks, block_size=block_size, make_runtime=lambda: device, storage=storage,
+            tell_copies=partial(tell, number), clock=clock, keep_host_memory=True,
+        )  # fmt: skip
         if storage is not None:
             storage.rank = self
         self.cache.register(MAIN, self.layout, self.by_name, blocks)
-
-    def refilled(self, slots: Sequence[int]) -> None:
-        """From outside."""
-        if self.cache._controller is not None:
-            self.cache._controller.transfers.refilled(slots, CacheLevel.DEVICE)
+        self.controller = self.cache._controller
 
     def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None], *, is_graph: bool) -> None:
         """Of each row the positions that the pass computes. A graph waits for all layers at once."""
@@ -128,7 +128,7 @@ class Rank(Tensors):
         for layer in range(LAYERS if work else 0):
             if counter is not None:
                 counter.wait_for_layer(layer)
-            stream.submit(self._attend, self.layers[layer], layer, plan)
+            stream.submit(self._attend, self.layers[layer], layer, plan, ())
         stream.submit(self.using.popleft)
         stream.submit(finished)
         self.cache.end_forward(is_idle=not work)
