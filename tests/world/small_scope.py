@@ -190,7 +190,7 @@ class World:
         self.backed_up = {}
         for rank in self.ranks:
             rank.device, rank.host = _old(rank.device), _old(rank.host)
-        self.stored = list(zip([slot for slot, _ in self.stored], _old([held for _, held in self.stored]), strict=True))
+        self.stored = [(slot, *_old([held])) for slot, held in self.stored]
         under_way = [life for rank in self.ranks for _, rows in rank.orders for life, _, _ in rows]
         for life in {*self.lives.values(), *under_way}:
             life.tags = _old(life.tags) if life.is_admitted else life.tags
@@ -218,7 +218,7 @@ class World:
 
     def _run_all(self) -> None:
         for number, rank in enumerate(self.ranks):
-            for _ in range(len(rank.orders)):
+            while rank.orders:
                 self.do(("run", number))
         for life in self.lives.values():
             for rank in self.ranks if life.rows else ():
@@ -316,16 +316,10 @@ def text(world: World) -> str:
         found = [[number[run], first - run.start, last - run.start] for each in parts_of for run, first, last in each]
         parts.append([step in pending, found, sorted(world.backed_up.get(step, ()))])
     for rank in world.ranks:
-        rows = [
-            (
-                step.evict,
-                step.swap_in,
-                pending.index(step.step),
-                [(each.name, each.is_live, *row) for each, *row in work],
-            )
-            for step, work in rank.orders
-        ]
-        parts.append([rows, rank.device, rank.host])
+        for step, rows in rank.orders:
+            written = [(life.name, life.is_live, *row) for life, *row in rows]
+            parts.append([step.evict, step.swap_in, pending.index(step.step), written])
+        parts.append([rank.device, rank.host])
     return repr([*parts, manager._device_pool._free, manager._host_pool._free, len(world.stored)])
 
 
