@@ -112,7 +112,7 @@ def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, miss
 
 
 def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones(rig):
-    rig.write_all(0, 7)
+    rig.write(0, 7)
     rig.submit(evict((0,), (3,)))
     before = rig.controller.host_pool.block(3)
     rig.controller.free(keep_host_memory=True)
@@ -122,7 +122,7 @@ def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones(rig):
     assert rig.controller.transfers.take_results() == []
     assert rig.controller.transfers.num_unreported == 0
     # The new life is a whole one: what it evicts is what it swaps in.
-    rig.write_all(1, 9)
+    rig.write(1, 9)
     rig.submit(evict((1,), (3,)), swap_in((3,), (2,))).wait_all()
-    assert rig.holds_all(2, 9)
+    assert rig.holds(2, 9)
     assert rig.runtime.num_allocated == 1

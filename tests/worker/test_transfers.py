@@ -38,7 +38,7 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
     assert counter is not None
     assert counter.target_slots == {3, 0}
     counter.wait_all()
-    assert [rig.holds_all(slot, content) for slot, content in ((3, 12), (0, 10), (1, 11))] == [True] * 3
+    assert [rig.holds(slot, content) for slot, content in ((3, 12), (0, 10), (1, 11))] == [True] * 3
     rig.controller.transfers.drain()
     first, second = rig.controller.transfers.take_results()
     block = rig.layout.block_bytes
@@ -109,12 +109,12 @@ def test_layers_arrive_one_by_one(rig):
 def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     device = VirtualDevice(Clock())
     rig, written = Rig(device), []
-    rig.write_all(0, 10)
+    rig.write(0, 10)
     rig.submit(evict((0,), (2,)), overwritten=SlotSet.of([0]))
     compute, output = device.streams
 
     def write(layer):
-        rig.write(layer, 0, 20)
+        rig.write(0, 20, layer)
         written.append(len(output.waiting))
 
     waits = rig.controller.transfers.before_compute([], [0], by_layer=True)
@@ -131,15 +131,15 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     assert first > second > third, "the copies of later layers were still to come"
     rig.submit(into=swap_in((2,), (1,)))
     rig.controller.transfers.drain()
-    assert rig.holds_all(1, 10)
-    assert rig.holds_all(0, 20)
+    assert rig.holds(1, 10)
+    assert rig.holds(0, 20)
     rig.close()
 
 
 def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
     device = VirtualDevice(Clock())
     rig = Rig(device)
-    rig.write_all(0, 10)
+    rig.write(0, 10)
     rig.submit(evict((0,), (2,)), swap_in((3,), (0,)), overwritten=SlotSet.of([0]))
     compute, output, into = device.streams
     while not device.is_idle:
@@ -148,7 +148,7 @@ def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
         output.run()
     rig.submit(into=swap_in((2,), (1,)))
     rig.controller.transfers.drain()
-    assert rig.holds_all(1, 10)
+    assert rig.holds(1, 10)
     rig.close()
 
 
@@ -188,8 +188,8 @@ def test_a_failed_swap_out_fails_who_reads_it_and_nobody_else(rig):
     with pytest.raises(TransferError):
         counter.wait_all()
     good.wait_all()
-    assert rig.holds_all(1, 13)
-    assert rig.holds_all(4, 14), "a failed unit copies nothing"
+    assert rig.holds(1, 13)
+    assert rig.holds(4, 14), "a failed unit copies nothing"
     rig.controller.transfers.drain()
     results = rig.controller.transfers.take_results()
     assert [(r.step, r.target, r.target_slots) for r in results] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -44,12 +45,6 @@ def swap_in(sources: tuple[int, ...], targets: tuple[int, ...]) -> CacheSwapMeta
     return CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, sources, targets)
 
 
-def tile(content: int, layer: int, role: int, nbytes: int) -> np.ndarray:
-    """The bytes that `content` has in one (layer, role); all zero for content 0."""
-    word = struct.pack("<IHH", content, layer + 1, role + 1) if content else bytes(8)
-    return np.frombuffer(word * (nbytes // 8), np.uint8)
-
-
 class Rig:
     """A controller on NumPy caches, with helpers that write and read blocks behind its back."""
 
@@ -77,7 +72,7 @@ class Rig:
     def fill(self) -> None:
         """Each block gets a content of its own."""
         for slot in range(self.num_device):
-            self.write_all(slot, 10 + slot)
+            self.write(slot, 10 + slot)
 
     def submit(
         self, out: CacheSwapMetadata = NO_EVICT, into: CacheSwapMetadata = NO_SWAP_IN, **options: SlotSet | None
@@ -85,24 +80,22 @@ class Rig:
         self._step += 1
         return self.controller.transfers.submit(SwapStep.of(self._step, out, into), **options)
 
-    def device_row(self, layer: int, role: int, slot: int) -> np.ndarray:
-        return self.arrays[layer * len(self.layout.roles) + role][slot].reshape(-1)
+    def write(self, slot: int, content: int, *layers: int) -> None:
+        """In these layers, or in all."""
+        for row, held in self._rows(slot, content, layers):
+            row[:] = held
 
-    def write(self, layer: int, slot: int, content: int) -> None:
-        for role in range(len(self.layout.roles)):
-            row = self.device_row(layer, role, slot)
-            row[:] = tile(content, layer, role, row.size)
+    def holds(self, slot: int, content: int) -> bool:
+        return all((row == held).all() for row, held in self._rows(slot, content))
 
-    def write_all(self, slot: int, content: int) -> None:
-        for layer in range(self.layout.num_layers):
-            self.write(layer, slot, content)
-
-    def holds(self, layer: int, slot: int, content: int) -> bool:
-        rows = [self.device_row(layer, role, slot) for role in range(len(self.layout.roles))]
-        return all(bool((row == tile(content, layer, role, row.size)).all()) for role, row in enumerate(rows))
-
-    def holds_all(self, slot: int, content: int) -> bool:
-        return all(self.holds(layer, slot, content) for layer in range(self.layout.num_layers))
+    def _rows(self, slot: int, content: int, layers: Sequence[int] = ()) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each role, with the bytes that `content` has there: all zero for content 0."""
+        for number, array in enumerate(self.arrays):
+            layer, role = divmod(number, len(self.layout.roles))
+            if not layers or layer in layers:
+                row = array[slot].reshape(-1)
+                word = struct.pack("<IHH", content, layer + 1, role + 1) if content else bytes(8)
+                yield row, np.frombuffer(word * (row.size // 8), np.uint8)
 
     def close(self) -> None:
         self.controller.check()
