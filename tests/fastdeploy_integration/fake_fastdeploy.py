@@ -46,7 +46,7 @@ def write(directory: Path, package: str, *, version: str = "9.1.0", engine: str 
 
 def row(package: str, qualname: str, ours: str, **fields: object) -> dict[str, object]:
     module = "parts" if qualname == "names" else "engine"
-    ours = f"tests.fastdeploy_integration.overlay.fake_patches:{ours}"
+    ours = f"{__name__}:{ours}"
     made = {
         "target": f"{package}.{module}:{qualname}",
         "kind": "wrap",
@@ -89,3 +89,30 @@ def forget(package: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[name]
     importlib.invalidate_caches()
+
+
+# ---- what the fake tables name as ours
+
+
+def wrap_schedule(wrapped, instance, args, kwargs):
+    tasks, errors = wrapped(*args, **kwargs)
+    return [*tasks, instance.part], errors
+
+
+def wrap_helper(wrapped, instance, args, kwargs):
+    return "wrapped", wrapped(*args, **kwargs)
+
+
+async def wrap_wait(wrapped, instance, args, kwargs):
+    return "wrapped", await wrapped(*args, **kwargs)
+
+
+def replace_part(original):
+    def make(size, role="mixed"):
+        return "ours", original(size, role)
+
+    return make
+
+
+def extend_names(names):
+    names["new"] = 2

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from .chooser import numbers
+from .chance import numbers
 from .scenarios import SCENARIOS
 from .trial import line, shrink, try_run
 from .world import Run

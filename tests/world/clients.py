@@ -6,7 +6,7 @@ import random
 from collections.abc import Hashable
 from typing import Any
 
-from .chooser import pick
+from .chance import pick
 from .memory import Prefix, Tags, WrongError
 
 

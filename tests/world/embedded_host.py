@@ -28,7 +28,7 @@ from fastdeploy_kvcache_v1.transfer.rank_messages import TransferNews
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from tests.embedded.random_text import byte_stream
 
-from .chooser import pick
+from .chance import pick
 from .clients import Request
 from .memory import VOCABULARY, Prefix, Tags, WrongError, next_token
 from .ranks import OWN_NOTHING, Tensors

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from .chooser import source
+from .chance import source
 from .clients import Clients, Request
 from .memory import Tags
 from .ranks import Reports

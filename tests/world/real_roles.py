@@ -20,7 +20,7 @@ from typing import Any
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 
-from .chooser import pick
+from .chance import pick
 from .clients import Clients, Request
 from .memory import WrongError
 from .ranks import OWN_NOTHING, Reports, Worker

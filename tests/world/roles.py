@@ -21,7 +21,7 @@ from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, OpenLease, StartFetch, TransferNews, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort
 
-from .chooser import pick
+from .chance import pick
 from .clients import Request
 from .embedded_host import EmbeddedHost, Engine
 from .memory import GARBAGE

@@ -20,7 +20,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreDone, UseNamespace
 
-from .chooser import pick
+from .chance import pick
 from .memory import GARBAGE, WrongError
 
 LATE_S = 2.0

@@ -13,8 +13,7 @@ import pytest
 from tests.mutation.hunt import MUTANTS, SOURCES
 
 from .__main__ import main
-from .chooser import numbers
-from .faults import FAULTS
+from .chance import FAULTS, numbers
 from .ranks import Worker
 from .scenarios import SCENARIOS
 from .trial import KEPT, line, shrink, try_run

@@ -7,7 +7,7 @@ import shlex
 import traceback
 from typing import Any, NamedTuple
 
-from .faults import FAULTS
+from .chance import FAULTS
 from .world import Run, World
 
 KEPT = [

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from fastdeploy_kvcache_v1.errors import TransferError
 
-from .chooser import source
+from .chance import FAULTS, Faults, source
 from .clients import Clients
-from .faults import FAULTS, Faults
 from .memory import Tags, WrongError
 from .scenarios import SCENARIOS
 from .streams import Clock

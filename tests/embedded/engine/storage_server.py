@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.embedded.harness import Harness, expected_outputs
 from tests.storage.values import namespace
 from tests.world import store as world_store
-from tests.world.faults import Faults
+from tests.world.chance import Faults
 from tests.world.streams import Clock
 
 BLOCK = 4

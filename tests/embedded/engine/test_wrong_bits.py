@@ -27,7 +27,7 @@ from tests.storage.attention_store.sdk.attentionstore_sdk import sdk
 from tests.storage.attention_store.stand_in import installed
 from tests.storage.values import namespace
 from tests.world import store as world_store
-from tests.world.faults import Faults
+from tests.world.chance import Faults
 from tests.world.streams import Clock
 
 PROMPT = [40 + (7 * at) % 50 for at in range(60)]

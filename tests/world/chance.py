@@ -1,10 +1,13 @@
-"""What goes wrong, by name. A random half of the faults is off in each run, so that each meets what others hide."""
+"""What is drawn. Every event of a run draws from a source of its own, so that leaving some out does not change the
+others. A random half of the faults is off in each run, so that each meets what others hide.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 FAULTS = {
     # name: rate
@@ -40,3 +43,23 @@ class Faults:
         struck = rng.random() < FAULTS[name] and name in self.on and not self.are_over
         self.count[name] += struck
         return struck
+
+
+def source(seed: object, name: object) -> random.Random:
+    """Seeded by text, which does not depend on PYTHONHASHSEED."""
+    return random.Random(f"{seed}:{name}")
+
+
+def pick(things: Iterable[Any], at: float) -> Any:
+    """The one of them that `at`, from 0 to 1, says; None where there are none."""
+    found = list(things)
+    return found[int(at * len(found))] if found else None
+
+
+def numbers(text: str) -> list[int]:
+    """Of `3,7,12-40`."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
