@@ -119,7 +119,7 @@ def main() -> None:
     settings = MooncakeSettings("P2PHANDSHAKE", f"127.0.0.1:{port}", protocol="tcp")
     layout = CacheLayout(1, (RoleSpec("key", (1, 64, 1), "float16"),))
     namespace = Namespace("benchmark", "0", layout, 64, 1, "benchmark", "1")
-    memory = ops.host_alloc_shared(BATCH_BLOCKS * max(BLOCK_SIZES))
+    memory = ops.host_alloc(BATCH_BLOCKS * max(BLOCK_SIZES), shared=True)
     memory.array[:] = 1
     view = memory.array.data
     try:

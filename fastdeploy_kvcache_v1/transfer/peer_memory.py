@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from ctypes import byref, c_int, c_size_t, c_uint, c_uint8, c_uint64
+from ctypes import byref, c_int, c_size_t, c_uint64
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from ..errors import CacheStateError, ConfigError, TransferError
 from ..worker.ops.cuda_copies import copy_2d, copy_batch
-from ..worker.ops.driver import UUID_BYTES, DriverStream, driver, uuid_of
+from ..worker.ops.driver import UUID_BYTES, DriverStream, IpcHandle, driver, uuid_of
 
 __all__ = ["HANDLE_BYTES", "UUID_BYTES", "Allocation", "Gpu", "PeerMemory"]
 
-HANDLE_BYTES = 64
+HANDLE_BYTES = ctypes.sizeof(IpcHandle)
 
 _ORDINAL = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
@@ -45,12 +45,6 @@ class Allocation(NamedTuple):
     num_bytes: int
 
 
-class _Handle(ctypes.Structure):
-    """CUipcMemHandle."""
-
-    _fields_ = (("bytes", c_uint8 * HANDLE_BYTES),)
-
-
 class PeerMemory:
     """Thread-safe. All but `gpu_of` need a CUDA context that is current on the calling thread.
 
@@ -60,7 +54,7 @@ class PeerMemory:
 
     def export(self, address: int) -> Allocation:
         """The allocation around `address`, for other processes; it must stay until they have closed it."""
-        base, nbytes, handle = c_uint64(), c_size_t(), _Handle()
+        base, nbytes, handle = c_uint64(), c_size_t(), IpcHandle()
         try:
             driver().call("cuMemGetAddressRange", byref(base), byref(nbytes), address)
             driver().call("cuIpcGetMemHandle", byref(handle), base)
@@ -71,10 +65,9 @@ class PeerMemory:
     def open(self, handle: bytes) -> int:
         """Map an allocation of another process; returns where it begins in this one."""
         assert len(handle) == HANDLE_BYTES, f"a handle has {HANDLE_BYTES} bytes, got {len(handle)}"
-        base, types = c_uint64(), [ctypes.POINTER(c_uint64), _Handle, c_uint]
-        open_it = driver().function("cuIpcOpenMemHandle", types)
-        if code := open_it(byref(base), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS):
-            raise TransferError(f"cuIpcOpenMemHandle: CUDA error {code}")
+        base = c_uint64()
+        mapped = IpcHandle.from_buffer_copy(handle)
+        driver().call("cuIpcOpenMemHandle", byref(base), mapped, _LAZY_PEER_ACCESS)
         return base.value
 
     def close(self, base: int) -> None:

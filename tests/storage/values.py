@@ -8,7 +8,7 @@ from fastdeploy_kvcache_v1.metadata import BlockHash
 from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageBackend, StoreKey
 from fastdeploy_kvcache_v1.storage.namespace import Namespace, block_key
 from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES, is_sealed, seal
-from fastdeploy_kvcache_v1.worker.ops import host_alloc_shared
+from fastdeploy_kvcache_v1.worker.ops import host_alloc
 
 BLOCK_BYTES = 8192 - TRAILER_BYTES
 VALUE_BYTES = BLOCK_BYTES + TRAILER_BYTES
@@ -37,7 +37,7 @@ def block_hash(number: int) -> BlockHash:
 
 def register(backend: StorageBackend, count: int) -> list[memoryview]:
     """Memory of `count` values that `backend` knows, as the host tier of a server; `put` and `got` use it."""
-    buffer = host_alloc_shared(count * VALUE_BYTES)
+    buffer = host_alloc(count * VALUE_BYTES, shared=True)
     view = buffer.array.data
     backend.register(SlotMemory(view, VALUE_BYTES, buffer.file))
     backend.slots = [view[number * VALUE_BYTES :][:VALUE_BYTES] for number in range(count)]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ...errors import ConfigError, TransferError
 from .copies import Copies
-from .driver import DriverEvent, DriverStream, driver
+from .driver import DriverStream, driver
 from .rates import BATCH, KERNEL, RUNS, Rates
 from .rows import BlockRows, CopyRuns, LayerRows
 
@@ -129,8 +129,8 @@ class _Kernel:
         self._parameters = (c_void_p * 1)(ctypes.addressof(self._arguments))
         self._shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
         self._launch = ctypes.addressof(self._shape)
-        self._sources: deque[tuple[DriverEvent, Any]] = deque()
-        """Page-locked memory that an upload may still read."""
+        self._sources: deque[tuple[Any, Any]] = deque()
+        """Events, and page-locked memory that uploads may read until then."""
 
     def upload(self, stream: DriverStream, runs: CopyRuns) -> None:
         """For the launches that follow, on the same stream."""

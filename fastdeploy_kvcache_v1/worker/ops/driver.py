@@ -20,6 +20,13 @@ VERSION = 12080
 
 UUID_BYTES = 16
 
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("bytes", c_uint8 * 64),)
+
+
 _SIGNATURES: dict[str, list[Any]] = {
     "cuDriverGetVersion": [POINTER(c_int)],
     "cuModuleLoadData": [POINTER(c_void_p), c_char_p],
@@ -35,6 +42,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
     "cuMemGetAddressRange": [POINTER(c_uint64), POINTER(c_size_t), c_uint64],
     "cuIpcGetMemHandle": [c_void_p, c_uint64],
+    "cuIpcOpenMemHandle": [POINTER(c_uint64), IpcHandle, c_uint],
     "cuIpcCloseMemHandle": [c_uint64],
     "cuPointerGetAttribute": [c_void_p, c_int, c_uint64],
     "cuDeviceGet": [POINTER(c_int), c_int],
@@ -42,7 +50,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuDeviceGetUuid": [c_void_p, c_int],
     "cuDeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
 }
-"""As `cuda.h` has them; each returns a CUresult. cuIpcOpenMemHandle takes a struct by value, see `peer_memory.py`."""
+"""As `cuda.h` has them; each returns a CUresult."""
 
 
 def address_of(name: str) -> int:
@@ -66,11 +74,7 @@ class DriverStream(Protocol):
     def call(self, name: str, *arguments: object) -> None:
         """A call of the driver that enqueues there. Raises `TransferError`."""
 
-    def record_event(self) -> DriverEvent: ...
-
-
-class DriverEvent(Protocol):
-    def done(self) -> bool: ...
+    def record_event(self) -> Any: ...
 
 
 class Driver:
@@ -79,33 +83,27 @@ class Driver:
     """
 
     def __init__(self, find: Callable[[str], int]) -> None:
-        self._find = find
-        self.keeping_lock = _Functions(self, ctypes.PYFUNCTYPE)
+        self.keeping_lock = _Functions(find, ctypes.PYFUNCTYPE)
         """The functions by name, called with the interpreter lock."""
-        self.giving_lock = _Functions(self, ctypes.CFUNCTYPE)
+        self.giving_lock = _Functions(find, ctypes.CFUNCTYPE)
         """Called without it."""
 
     def call(self, name: str, *arguments: object) -> None:
         if code := self.giving_lock[name](*arguments):
             raise TransferError(f"{name}: CUDA error {code}")
 
-    def function(self, name: str, types: list[Any], make: Any = ctypes.CFUNCTYPE) -> Any:
-        """`name` itself, which takes arguments of `types` and returns a CUresult."""
-        address = self._find(name)
-        if not address:
-            raise ConfigError(f"this CUDA driver has no {name}: install a newer one")
-        return make(c_int, *types)(address)
-
 
 class _Functions(dict[str, Any]):
     """Those of one kind, found when they are first asked for."""
 
-    def __init__(self, found_by: Driver, make: Any) -> None:
+    def __init__(self, find: Callable[[str], int], make: Any) -> None:
         super().__init__()
-        self._driver, self._make = found_by, make
+        self._find, self._make = find, make
 
     def __missing__(self, name: str) -> Any:
-        self[name] = self._driver.function(name, _SIGNATURES[name], self._make)
+        if not (address := self._find(name)):
+            raise ConfigError(f"this CUDA driver has no {name}: install a newer one")
+        self[name] = self._make(c_int, *_SIGNATURES[name])(address)
         return self[name]
 
 

@@ -1,9 +1,8 @@
-"""Host memory for the host tier: one anonymous private mapping, on huge pages where the system gives them."""
+"""Host memory for the host tier: one mapping, on huge pages where the system gives them."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 
@@ -11,8 +10,6 @@ import numpy as np
 
 from ...errors import CacheStateError
 from .rows import ByteRows
-
-Memory = mmap.mmap | ctypes.Array[ctypes.c_uint8]
 
 
 class HostBuffer:
@@ -22,16 +19,17 @@ class HostBuffer:
     never dangle. Freeing twice raises `CacheStateError`.
     """
 
-    def __init__(self, memory: Memory, file: int | None = None) -> None:
-        """`memory` owns the bytes and goes with the last reference to it. `file`: descriptor of what it maps; owned."""
+    def __init__(self, memory: mmap.mmap, file: int | None = None) -> None:
+        """`memory` goes with the last reference to it. `file`: descriptor of what it maps; owned."""
         self.file = file
         """Other processes map this, and have the same bytes. None for memory of this process alone."""
-        self._array: ByteRows | None = np.frombuffer(memoryview(memory), dtype=np.uint8)
+        self._memory: mmap.mmap | None = memory
+        self._array = np.frombuffer(memory, np.uint8)
 
     @property
     def array(self) -> ByteRows:
         """uint8 view `[nbytes]`."""
-        if self._array is None:
+        if self._memory is None:
             raise CacheStateError("this host buffer has been freed")
         return self._array
 
@@ -43,48 +41,40 @@ class HostBuffer:
     def nbytes(self) -> int:
         return self.array.size
 
+    def keep_to_this_process(self) -> None:
+        """Leave it out of forked children and of core dumps, best effort.
+
+        For page-locked memory: a fork would have the kernel copy every page that a GPU may write to, and a dump would
+        be as large as the pool. Other processes that need the bytes map `file`; a forked child must not touch them.
+        """
+        assert self._memory is not None
+        for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
+            with contextlib.suppress(OSError):
+                self._memory.madvise(advice)
+
     def free(self) -> None:
         self.array  # noqa: B018  raises on a double free
-        self._array = None
+        self._memory, self._array = None, np.empty(0, np.uint8)
         if self.file is not None:
             os.close(self.file)
 
 
-def host_alloc(nbytes: int) -> HostBuffer:
+def host_alloc(nbytes: int, *, shared: bool = False) -> HostBuffer:
     """Raises `MemoryError` where the system refuses, `CacheStateError` for `nbytes < 1`. Pages come at first touch, on
-    the node of who touches them.
+    the node of who touches them. `shared`: memory that other processes can map, see `HostBuffer.file`.
     """
     if nbytes < 1:
         raise CacheStateError(f"a host buffer needs at least one byte, got {nbytes}")
+    file = os.memfd_create("kvcache-host") if shared else -1
     try:
-        # Private, because a shared anonymous mapping is a shmem file, which transparent huge pages usually skip.
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if shared:
+            os.truncate(file, nbytes)
+        # Otherwise private, because a shared anonymous mapping is a shmem file, which huge pages usually skip.
+        memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
+        if shared:
+            os.close(file)
         raise MemoryError(f"the system refused {nbytes} bytes of host memory: {error}") from error
     with contextlib.suppress(OSError):  # a kernel without huge pages answers EINVAL; small pages work as well
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return HostBuffer(mapping)
-
-
-def host_alloc_shared(nbytes: int) -> HostBuffer:
-    """Memory that other processes can map, see `HostBuffer.file`. Raises as `host_alloc`."""
-    if nbytes < 1:
-        raise CacheStateError(f"a host buffer needs at least one byte, got {nbytes}")
-    file = os.memfd_create("kvcache-host")
-    try:
-        os.truncate(file, nbytes)
-        return HostBuffer(mmap.mmap(file, nbytes), file)
-    except OSError as error:
-        os.close(file)
-        raise MemoryError(f"the system refused {nbytes} bytes of shared host memory: {error}") from error
-
-
-def keep_to_this_process(buffer: HostBuffer) -> None:
-    """Leave `buffer` out of forked children and of core dumps, best effort.
-
-    For page-locked memory: a fork would have the kernel copy every page that a GPU may write to, and a dump would be
-    as large as the pool. Other processes that need the bytes map `buffer.file`; a forked child must not touch them.
-    """
-    libc = ctypes.CDLL(None)
-    for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
-        libc.madvise(ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.nbytes), advice)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return HostBuffer(memory, file if shared else None)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,16 +31,14 @@ LIBRARY = Path(__file__).with_name("_paddle_ops.so")
 OPERATORS = ("swap_cache_per_layer", "swap_cache_per_layer_async", "swap_cache_all_layers")
 
 
-def load(library: Path = LIBRARY) -> None:
-    """Register the operators. Raises `ConfigError` where they were not built, do not fit this Paddle, or where another
-    package has registered one of the names: Paddle ends the process when a name is registered twice."""
+@cache
+def load(library: Path = LIBRARY) -> Any:
+    """Register the operators; the library. Raises `ConfigError` where they were not built, do not fit this Paddle, or
+    where another package has registered one of the names: Paddle ends the process when a name is registered twice."""
     import paddle
 
     core = paddle.base.core
-    taken = [name for name in OPERATORS if _is_registered(core, name)]
-    if len(taken) == len(OPERATORS) and _registered_here:
-        return
-    if taken:
+    if taken := [name for name in OPERATORS if _is_registered(core, name)]:
         raise ConfigError(f"another package has registered Paddle operators named {', '.join(taken)}: unload it first")
     if not library.exists():
         raise ConfigError(f"{library.name} is not built: run scripts/build_ops.sh (docs/native-ops.md)")
@@ -51,7 +50,7 @@ def load(library: Path = LIBRARY) -> None:
         core.load_op_meta_info_and_register_op(str(library))
     except (AttributeError, OSError, RuntimeError) as error:
         raise ConfigError(f"{library.name} does not fit this Paddle: {_first_line(error)}") from None
-    _registered_here.append(built)
+    return built
 
 
 def installed_paddle() -> str:
@@ -71,8 +70,8 @@ def require_same_paddle(library: Path, built_for: str, installed: str) -> None:
 
 
 def copies_on_gpu() -> bool:
-    """Whether they were built with nvcc, for tensors on a GPU, too. After `load`."""
-    return bool(_registered_here[0].kvcache_copies_on_gpu())
+    """Whether they were built with nvcc, for tensors on a GPU, too. Raises as `load`."""
+    return bool(load().kvcache_copies_on_gpu())
 
 
 def run(operator: str, caches: Any, *arguments: Any) -> None:
@@ -139,20 +138,14 @@ class _Role(NamedTuple):
         return cls(device.owner, host.address, rows, (host.num_rows - 1) * rows + 1)
 
 
-def _current_stream(cache: Any, stream: Any) -> AbstractContextManager[object]:
+def _current_stream(cache: Any, stream: Any) -> Any:
     """Makes `stream` Paddle's current one, which is the process's, on the GPU of `cache`."""
     if not cache.place.is_gpu_place():
         return nullcontext()
     import paddle
 
     device = paddle.CUDAPlace(cache.place.gpu_device_id())
-    guard: AbstractContextManager[object] = paddle.device.stream_guard(
-        paddle.device.get_stream_from_external(stream.handle, device)
-    )
-    return guard
-
-
-_registered_here: list[ctypes.CDLL] = []
+    return paddle.device.stream_guard(paddle.device.get_stream_from_external(stream.handle, device))
 
 
 def _is_registered(core: Any, name: str) -> bool:

@@ -92,32 +92,26 @@ class CopyRun(NamedTuple):
     blocks: int
 
 
+@dataclass(eq=False)
 class CopyRuns:
-    """Runs as a table, so that nobody looks at them one by one. Immutable."""
+    """Runs as a table, so that nobody looks at them one by one. Nothing of it changes any more."""
 
-    def __init__(
-        self,
-        table: npt.NDArray[np.int64],
-        sources: npt.NDArray[np.int64],
-        targets: npt.NDArray[np.int64],
-    ) -> None:
-        """`table` is int64 `[runs, 3]`, C-contiguous, its columns as in `CopyRun`. Arrays must not change any more."""
-        assert table.dtype == np.int64
-        assert table.flags.c_contiguous
-        self.table = table
-        self.sources = sources
-        """Every row that is read, int64 `[blocks]`."""
-        self.targets = targets
-        """Every row that is written, int64 `[blocks]`."""
+    table: npt.NDArray[np.int64]
+    """`[runs, 3]`, C-contiguous, its columns as in `CopyRun`."""
+    sources: npt.NDArray[np.int64]
+    """Every row that is read, `[blocks]`."""
+    targets: npt.NDArray[np.int64]
+    """Every row that is written, `[blocks]`."""
+
+    def __post_init__(self) -> None:
+        assert self.table.dtype == np.int64
+        assert self.table.flags.c_contiguous
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __iter__(self) -> Iterator[CopyRun]:
         return map(CopyRun._make, self.table.tolist())
-
-    def __repr__(self) -> str:
-        return f"CopyRuns({list(self)})"
 
 
 def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopyRuns:
@@ -150,14 +144,10 @@ def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[
     if isinstance(slots, SlotArray):
         numbers = np.frombuffer(slots.packed, np.int32).astype(np.int64)
     else:
-        numbers = _integers(what, slots)
+        try:  # as NumPy's own conversion, but faster, and it refuses what is no integer
+            numbers = np.frombuffer(array("q", slots), np.int64)
+        except (TypeError, OverflowError):
+            raise CacheStateError(f"{what} slots must be integers, got {slots!r}") from None
     if numbers.min() < 0 or numbers.max() >= num_slots:
         raise CacheStateError(f"{what} slots must be in [0, {num_slots}), got {min(slots)}..{max(slots)}")
     return numbers
-
-
-def _integers(what: str, slots: Sequence[int]) -> npt.NDArray[np.int64]:
-    try:  # as NumPy's own conversion, but faster, and it refuses what is no integer
-        return np.frombuffer(array("q", slots), np.int64)
-    except (TypeError, OverflowError):
-        raise CacheStateError(f"{what} slots must be integers, got {slots!r}") from None

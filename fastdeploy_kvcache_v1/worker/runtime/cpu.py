@@ -15,7 +15,7 @@ from ..ops.copies import Copies, CpuCopies, chosen
 from ..ops.paddle_ops import PaddleCopies
 from ..ops.rows import LayerRows
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
-from .placement import allocate_near, node_of_this_process
+from .placement import allocate_near
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class CpuRuntime(Runtime):
         return PaddleCopies(device, host) if chosen() == "paddle" else CpuCopies(device, host)
 
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
-        return allocate_near(nbytes, node_of_this_process, shared=shared)
+        return allocate_near(nbytes, shared=shared)
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
         buffer.free()

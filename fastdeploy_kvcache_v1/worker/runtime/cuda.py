@@ -18,7 +18,7 @@ from ..ops.paddle_ops import PaddleCopies
 from ..ops.rates import Rates
 from ..ops.rows import LayerRows
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
-from .placement import Nodes, allocate_near, node_of_pci_device, node_of_this_process
+from .placement import allocate_near, cpus_near
 
 logger = logging.getLogger(__name__)
 
@@ -258,9 +258,10 @@ class CudaRuntime(Runtime):
         return CudaStream(self._cupy, name)
 
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
-        buffer = allocate_near(nbytes, self._choose_node, shared=shared)
+        bus_id = self._cupy.cuda.runtime.deviceGetPCIBusId(self._device)
+        buffer = allocate_near(nbytes, cpus_near(bus_id), shared=shared)
         # Registering keeps the huge pages of the mapping, which cudaHostAlloc would not give.
-        ops.keep_to_this_process(buffer)
+        buffer.keep_to_this_process()
         try:
             self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, _PORTABLE | _MAPPED)
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
@@ -275,11 +276,6 @@ class CudaRuntime(Runtime):
         for way, reason in copies.left.items():
             logger.warning("copies between GPU and host do without %s: %s", way, reason)
         return copies
-
-    def _choose_node(self, nodes: Nodes) -> int | None:
-        """That of the GPU, else that of the CPUs we may run on."""
-        near_gpu = node_of_pci_device(self._cupy.cuda.runtime.deviceGetPCIBusId(self._device))
-        return node_of_this_process(nodes) if near_gpu is None else near_gpu
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
         self._cupy.cuda.runtime.hostUnregister(buffer.address)

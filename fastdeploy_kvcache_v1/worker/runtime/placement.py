@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -29,55 +29,27 @@ CHUNK = 64 << 20
 MAX_THREADS = 16
 REPORT_EVERY_S = 5.0
 
-Nodes = Mapping[int, Set[int]]
-"""CPUs by NUMA node."""
 
-
-def allocate_near(nbytes: int, choose: Callable[[Nodes], int | None], *, shared: bool = False) -> ops.HostBuffer:
-    """Host memory with all its pages, on the NUMA node that `choose` names: only asked where there are several.
-    `shared`: other processes can map it.
+def allocate_near(nbytes: int, cpus: Set[int] = frozenset(), *, shared: bool = False) -> ops.HostBuffer:
+    """Host memory with all its pages, on the NUMA node of `cpus` where these are given. `shared`: other processes can
+    map it.
 
     Best effort: what a container forbids, or a full node cannot give, is one log line. Raises as `ops.host_alloc`.
     """
-    nodes = numa_nodes()
-    node = choose(nodes) if len(nodes) > 1 else None
-    buffer = ops.host_alloc_shared(nbytes) if shared else ops.host_alloc(nbytes)
-    touch(buffer.array, frozenset() if node is None else nodes.get(node, frozenset()))
+    buffer = ops.host_alloc(nbytes, shared=shared)
+    touch(buffer.array, cpus)
     return buffer
 
 
-def numa_nodes(sysfs: Path = SYSFS) -> dict[int, frozenset[int]]:
-    """Nodes that have CPUs; empty where the system does not tell."""
-    nodes = {}
-    for directory in sysfs.glob("devices/system/node/node[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if cpus := _parse_cpus((directory / "cpulist").read_text(encoding="ascii")):
-                nodes[int(directory.name.removeprefix("node"))] = cpus
-    return nodes
-
-
-def _parse_cpus(text: str) -> frozenset[int]:
-    """The kernel's lists: `0-3,8`."""
+def cpus_near(bus_id: str, sysfs: Path = SYSFS) -> frozenset[int]:
+    """Of the NUMA node of a PCI device; empty where the system does not tell, or where all of them are."""
     cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
-
-
-def node_of_this_process(nodes: Nodes) -> int | None:
-    """The node that has every CPU this process may run on; None when they are of several."""
-    allowed = os.sched_getaffinity(0)
-    return next((node for node, cpus in nodes.items() if allowed <= cpus), None)
-
-
-def node_of_pci_device(bus_id: str, sysfs: Path = SYSFS) -> int | None:
-    """None where the system does not tell."""
-    try:
-        node = int((sysfs / "bus/pci/devices" / bus_id.lower() / "numa_node").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+    with contextlib.suppress(OSError, ValueError):
+        listed = (sysfs / "bus/pci/devices" / bus_id.lower() / "local_cpulist").read_text(encoding="ascii")
+        for part in filter(None, listed.strip().split(",")):  # `0-3,8`
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus if len(cpus) < (os.cpu_count() or 1) else ())
 
 
 def touch(memory: ByteRows, cpus: Set[int] = frozenset()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,12 +96,23 @@ def test_host_memory_is_zeroed_aligned_and_given_back_once():
     with pytest.raises(CacheStateError, match="freed"):
         buffer.free()
     num_files = len(os.listdir("/proc/self/fd"))
-    for allocate in (ops.host_alloc, ops.host_alloc_shared):
+    for shared in (False, True):
         with pytest.raises(CacheStateError, match="at least one byte"):
-            allocate(0)
-        one = allocate(1)
+            ops.host_alloc(0, shared=shared)
+        one = ops.host_alloc(1, shared=shared)
         assert one.nbytes == 1
+        assert (one.file is not None) == shared
         one.free()
         with pytest.raises(MemoryError):
-            allocate(1 << 60)
+            ops.host_alloc(1 << 60, shared=shared)
     assert len(os.listdir("/proc/self/fd")) == num_files
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_that_is_kept_to_this_process_is_in_no_fork_and_no_core_dump(shared):
+    buffer = ops.host_alloc(10_000, shared=shared)
+    buffer.keep_to_this_process()
+    smaps = Path("/proc/self/smaps").read_text().partition(f"{buffer.address:x}-")[2]
+    flags = smaps.partition("VmFlags: ")[2].partition("\n")[0].split()
+    assert {"dc", "dd"} <= {*flags}
+    buffer.free()

@@ -13,15 +13,8 @@ import pytest
 
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.runtime import placement
-from fastdeploy_kvcache_v1.worker.runtime.placement import (
-    allocate_near,
-    node_of_pci_device,
-    node_of_this_process,
-    numa_nodes,
-    touch,
-)
+from fastdeploy_kvcache_v1.worker.runtime.placement import allocate_near, cpus_near, touch
 
-NODES = {0: frozenset({0, 1}), 1: frozenset({2, 3})}
 PAGE = mmap.PAGESIZE
 
 
@@ -32,43 +25,28 @@ def resident_pages(address: int, nbytes: int) -> int:
     return sum(page & 1 for page in pages)
 
 
-def write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
 def test_every_page_is_there_and_zero(monkeypatch):
     monkeypatch.setattr(placement, "CHUNK", 4 * PAGE)
     nbytes = 30 * PAGE + 1
     untouched = ops.host_alloc(nbytes)
     assert resident_pages(untouched.address, nbytes) == 0
-    buffer = allocate_near(nbytes, lambda nodes: None)
+    buffer = allocate_near(nbytes)
     assert resident_pages(buffer.address, nbytes) == 31
     assert not buffer.array.any()
 
 
-def test_nodes_with_cpus_are_found(tmp_path):
-    for node, cpus in (("node0", "0-1,8\n"), ("node1", "2-3\n"), ("node2", "\n"), ("node3", "what\n")):
-        write(tmp_path / "devices/system/node" / node / "cpulist", cpus)
-    assert numa_nodes(tmp_path) == {0: {0, 1, 8}, 1: {2, 3}}
-    assert numa_nodes(tmp_path / "nowhere") == {}
-
-
-@pytest.mark.parametrize(("allowed", "node"), [({2}, 1), ({0, 1}, 0), ({1, 2}, None), ({7}, None)])
-def test_node_of_a_process_that_stays_in_one(monkeypatch, allowed, node):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
-    assert node_of_this_process(NODES) == node
-
-
-def test_node_of_a_pci_device(tmp_path):
-    devices = tmp_path / "bus/pci/devices"
-    write(devices / "0000:af:00.0/numa_node", "1\n")
-    write(devices / "0000:b0:00.0/numa_node", "-1\n")
-    write(devices / "0000:b1:00.0/numa_node", "0\n")
-    assert node_of_pci_device("0000:B1:00.0", tmp_path) == 0
-    assert node_of_pci_device("0000:AF:00.0", tmp_path) == 1
-    assert node_of_pci_device("0000:B0:00.0", tmp_path) is None
-    assert node_of_pci_device("0000:C0:00.0", tmp_path) is None
+@pytest.mark.parametrize(
+    ("listed", "cpus"),
+    [("0-1,5\n", {0, 1, 5}), ("7\n", {7}), ("0-7\n", set()), ("\n", set()), ("what\n", set()), (None, set())],
+)
+def test_cpus_near_a_pci_device(tmp_path, monkeypatch, listed, cpus):
+    """Where all are near, none is nearer."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    device = tmp_path / "bus/pci/devices/0000:af:00.0"
+    device.mkdir(parents=True)
+    if listed is not None:
+        (device / "local_cpulist").write_text(listed)
+    assert cpus_near("0000:AF:00.0", tmp_path) == cpus
 
 
 def test_an_interrupt_does_not_wait_for_all_pages(monkeypatch):
@@ -96,14 +74,13 @@ def test_an_interrupt_does_not_wait_for_all_pages(monkeypatch):
     assert gate.is_set(), "no thread is left"
 
 
-def test_one_node_or_no_choice_pins_nothing(monkeypatch):
+def test_pages_come_from_the_cpus_that_are_given(monkeypatch):
     pinned = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: pinned.append(cpus))
-    monkeypatch.setattr(placement, "numa_nodes", lambda: NODES)
-    allocate_near(4 * PAGE, lambda nodes: None)
-    monkeypatch.setattr(placement, "numa_nodes", lambda: {0: frozenset({0, 1})})
-    allocate_near(4 * PAGE, lambda nodes: pytest.fail("there is nothing to choose"))
+    allocate_near(4 * PAGE)
     assert pinned == []
+    allocate_near(4 * PAGE, frozenset({2, 3}))
+    assert pinned == [{2, 3}]
 
 
 def test_what_the_system_refuses_is_touched_all_the_same(monkeypatch):
@@ -111,6 +88,5 @@ def test_what_the_system_refuses_is_touched_all_the_same(monkeypatch):
         raise PermissionError("no")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    monkeypatch.setattr(placement, "numa_nodes", lambda: NODES)
-    buffer = allocate_near(4 * PAGE, lambda nodes: 1)
+    buffer = allocate_near(4 * PAGE, frozenset({2, 3}))
     assert resident_pages(buffer.address, 4 * PAGE) == 4

@@ -13,9 +13,9 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.worker.hazards import Actor
-from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda, placement
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda
 from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
-from fastdeploy_kvcache_v1.worker.runtime.placement import node_of_pci_device
+from fastdeploy_kvcache_v1.worker.runtime.placement import cpus_near
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.gpu.tensor import Tensor
 from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
@@ -174,26 +174,26 @@ def test_tensors_of_the_wrong_device_are_refused(gpu):
 @pytest.mark.parametrize("shared", [False, True])
 def test_each_ranks_host_memory_is_on_the_node_of_its_own_device(gpu, monkeypatch, tmp_path, shared):
     """Four ranks on a machine whose devices 0 and 1 are near node 1, device 2 near node 0, and device 3 nobody knows
-    where: there it is the node of the process.
+    where: there its pages come from wherever the process runs.
     """
-    for device, node in enumerate((1, 1, 0, -1)):
+    nodes, everywhere = {0: "0-1", 1: "2-3"}, "0-3"
+    for device, cpus in enumerate((nodes[1], nodes[1], nodes[0], everywhere)):
         directory = tmp_path / f"bus/pci/devices/0000:a{device}:00.0"
         directory.mkdir(parents=True)
-        (directory / "numa_node").write_text(f"{node}\n")
-    nodes = {0: frozenset(os.sched_getaffinity(0)), 1: frozenset({10_000})}
+        (directory / "local_cpulist").write_text(f"{cpus}\n")
     pinned, used = set(), []
     import cupy
 
     monkeypatch.setattr(cupy.cuda.Device, "use", lambda device: used.append(device.id))
-    monkeypatch.setattr(cuda, "node_of_pci_device", lambda bus_id: node_of_pci_device(bus_id, tmp_path))
-    monkeypatch.setattr(placement, "numa_nodes", lambda: nodes)
+    monkeypatch.setattr(cuda, "cpus_near", lambda bus_id: cpus_near(bus_id, tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: pinned.add(frozenset(cpus)))
-    for device, node in enumerate((1, 1, 0, 0)):
+    for device, cpus in enumerate(({2, 3}, {2, 3}, {0, 1}, None)):
         pinned.clear()
         runtime = CudaRuntime(device, compute_handle=COMPUTE)
         buffer = runtime.allocate_host(4096, shared=shared)
         assert gpu.registered == {buffer.address: 4096}, "page-locked"
         runtime.free_host(buffer)
         assert gpu.registered == {}
-        assert pinned == {nodes[node]}, "its pages come from there"
+        assert pinned == ({frozenset(cpus)} if cpus else set()), "its pages come from there"
     assert [*dict.fromkeys(used)] == [0, 1, 2, 3]
