@@ -379,12 +379,12 @@ class CacheManager:
     def count_cached(self, hashes: Sequence[BlockHash]) -> int:
         """How many of the first blocks of a prompt are cached, in any tier. A look: nothing is pinned or counted."""
         with self._lock:
-            return self._tree.count_cached(hashes)
+            return sum(count for _, count in self._tree.look(hashes))
 
     def count_on_device(self, hashes: Sequence[BlockHash]) -> int:
         """As `count_cached`, of the blocks on the device: those that follow them may be cached on the host."""
         with self._lock:
-            return self._tree.count_on_device(hashes)
+            return sum(count for run, count in self._tree.look(hashes) if run.on_device)
 
     def num_cached(self, request_id: str) -> int:
         """How many blocks at the start of the request's table are cached ones. Raises `UnknownRequestError`."""

@@ -11,8 +11,6 @@ from .run import Run
 class EventLog:
     """Keeps events from the first `take` on, as long as they name at most `limit` blocks: one more, and all are dropped
     until the next `take`. While none are kept, an event costs neither memory nor time.
-
-    Not thread-safe: the manager's lock covers it.
     """
 
     def __init__(self, limit: int) -> None:

@@ -2,7 +2,7 @@
 
 A *load* fills slots of its own, for blocks that come from outside; a *store* reads those of cached blocks, which stay
 as they are until it has ended. The contracts stand on `CacheManager.begin_load`, `begin_store` and
-`begin_device_store`. Not thread-safe: the manager's lock covers it.
+`begin_device_store`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .invariants import expect
 from .places import HostReader
 from .radix_tree import RadixTree
 from .residency import Residency
-from .run import Run
+from .run import DEVICE, Run
 from .tiering import Tiering
 
 
@@ -136,7 +136,13 @@ class Stores:
     def begin_on_device(self, store_id: str, hashes: Sequence[BlockHash], first: int, most: int | None) -> StoreSource:
         self._require_new(store_id)
         end = len(hashes) if most is None else min(len(hashes), first + most)
-        slots = self._tree.filled_device_slots(hashes, first, end)
+        slots: list[DeviceSlot] = []
+        begin = 0
+        for run, count in self._tree.look(hashes, end):
+            if not run.on_device or run.open is CacheLevel.DEVICE:
+                break
+            slots += run.slots(DEVICE, run.start + max(0, first - begin), run.start + count)
+            begin += count
         if slots:
             self._residency.device_pool.hold(slots)
             self._stores[store_id] = [], slots

@@ -18,9 +18,7 @@ MOST_RUNS = 256
 
 
 class Lookahead:
-    """The line is looked at when a tier first runs short after it was told, so a step without eviction pays nothing.
-    Not thread-safe: the manager's lock covers it.
-    """
+    """The line is looked at when a tier first runs short after it was told, so a step without eviction pays nothing."""
 
     def __init__(self, tree: RadixTree, residency: Residency, most_requests: int) -> None:
         self._tree = tree
@@ -44,7 +42,7 @@ class Lookahead:
             return
         paths, num_runs = [], 0
         for sequence in line:
-            path = self._tree.find(sequence.hashes) if sequence.access.reads else []
+            path = [run for run, _ in self._tree.look(sequence.hashes)] if sequence.access.reads else []
             num_runs += len(path)
             if num_runs > MOST_RUNS:
                 break

@@ -6,7 +6,7 @@ because requests pin whole paths. Cost of every operation: O(runs touched + bloc
 of the length of runs.
 
 The tree is the shape; what is in which tier is `Residency`'s. It decides nothing: which block to evict next, and what
-to copy, is for the policies to say. Not thread-safe: the manager's lock covers it.
+to copy, is for the policies to say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot, HostSlot
 from .residency import Residency
 from .reuse.history import Stretch
-from .run import DEVICE, Run
+from .run import Run
 
 
 class RadixTree:
@@ -39,32 +39,12 @@ class RadixTree:
             self._residency.pin(run)
         return path
 
-    def find(self, hashes: Sequence[BlockHash]) -> list[Run]:
-        """The runs that hold the longest cached prefix of `hashes`, in prompt order; the last may hold more. Pins
-        nothing.
+    def look(self, hashes: Sequence[BlockHash], limit: int | None = None) -> list[tuple[Run, int]]:
+        """The longest cached prefix of `hashes[:limit]`: its runs in prompt order, with how many of their blocks belong
+        to it. Pins nothing. On the device are the first ones: a run below one that is not there is not there either.
         """
-        return self._find(hashes, len(hashes))[0].path()
-
-    def count_cached(self, hashes: Sequence[BlockHash]) -> int:
-        """Length of the longest cached prefix of `hashes`, in blocks. Changes nothing."""
-        return sum(count for _, count in self._look(hashes, len(hashes)))
-
-    def count_on_device(self, hashes: Sequence[BlockHash]) -> int:
-        """As `count_cached`, of the blocks that are on the device or that a planned copy brings there."""
-        return sum(count for run, count in self._look(hashes, len(hashes)) if run.on_device)
-
-    def filled_device_slots(self, hashes: Sequence[BlockHash], first: int, end: int) -> list[DeviceSlot]:
-        """Slots of blocks `hashes[first:end]`, as far as they are on the device and wait for no copy of which the
-        worker was not told. O(slots) and O(runs of the path).
-        """
-        slots: list[DeviceSlot] = []
-        begin = 0
-        for run, count in self._look(hashes, end):
-            if not run.on_device or run.open is CacheLevel.DEVICE:
-                break
-            slots += run.slots(DEVICE, run.start + max(0, first - begin), run.start + count)
-            begin += count
-        return slots
+        leaf, taken = self._find(hashes, len(hashes) if limit is None else limit)
+        return [(run, taken if run is leaf else run.length) for run in leaf.path()]
 
     def release(self, leaf: Run, *, touch: bool) -> None:
         """Drop one pin of the path to `leaf`, leaf first and root last. `touch`: it counts as used."""
@@ -111,16 +91,6 @@ class RadixTree:
             return index, begin
         self.split(run, end_above - begin)
         return index, end_above
-
-    def hit(self, leaf: Run, most: int) -> None:
-        """Count one more hit of each run of the path of `leaf`, at most up to `most`.
-
-        A hit of a run is one of all runs above it, so runs above one that has had `most` have had them too.
-        """
-        run = leaf
-        while run.parent is not None and run.hits < most:
-            run.hits += 1
-            run = run.parent
 
     # ---- adding blocks
 
@@ -265,14 +235,6 @@ class RadixTree:
                 return child, taken
             run, position = child, position + taken
         return run, run.length
-
-    def _look(self, hashes: Sequence[BlockHash], limit: int) -> list[tuple[Run, int]]:
-        """The longest cached prefix of `hashes[:limit]`: its runs, with how many of their blocks belong to it.
-
-        On the device are the first ones: a run below one that is not there is not there either.
-        """
-        leaf, taken = self._find(hashes, limit)
-        return [(run, taken if run is leaf else run.length) for run in leaf.path()]
 
     # ---- looking
 

@@ -14,10 +14,7 @@ from .run import Run
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """A request's block table is the device slots of its cached prefix, which the tree holds, and its own slots.
-
-    The manager's lock covers it.
-    """
+    """A request's block table is the device slots of its cached prefix, which the tree holds, and its own slots."""
 
     request_id: str
     sequence: BlockHashes

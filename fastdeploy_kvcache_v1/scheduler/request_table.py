@@ -1,6 +1,6 @@
 """RequestTable: the requests of the cache manager, the slots they own and the cached paths they pin.
 
-The contract of each step of a request's life stands on `CacheManager`. Not thread-safe: the manager's lock covers it.
+The contract of each step of a request's life stands on `CacheManager`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It owns the slots of cached blocks and gives them back to their pools, counts what could be evicted, and tells the
 event log. It knows single runs, not the shape of the tree, and decides nothing. Every method costs O(1) plus the blocks
-it copies or names, unless it says otherwise. Not thread-safe: the manager's lock covers it.
+it copies or names, unless it says otherwise.
 """
 
 from __future__ import annotations

@@ -314,12 +314,8 @@ class Run(Link):
         """Is the parent the next younger one in each tier's queue? They must be in the same tiers."""
         parent = self.parent
         assert parent is not None
-        if not self.is_next_to(parent):
-            return False
-        if self.host is None:
-            return True
-        assert parent.host is not None
-        return self.host.is_next_to(parent.host)
+        is_next_on_host = self.host is None or parent.host is None or self.host.is_next_to(parent.host)
+        return self.is_next_to(parent) and is_next_on_host
 
     def take_over_parent(self) -> None:
         """It begins with its parent's blocks, in its parent's place. The parent is nowhere now: a reference to it that

@@ -1,6 +1,6 @@
 """Tiering: room in a tier, copies to the host and back, as the policies want them.
 
-Collects the copies of the scheduling step that is being decided. Not thread-safe: the manager's lock covers it.
+Collects the copies of the scheduling step that is being decided.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 
 from ..errors import PoolInUseError
 from ..metadata import (
-    NO_EVICT,
-    NO_SWAP_IN,
+    EVICT,
+    SWAP_IN,
     CacheLevel,
     CacheSwapMetadata,
+    CopyKind,
     DeviceSlot,
     NoSpace,
     SwapStep,
@@ -100,9 +101,10 @@ class Tiering:
 
     def hit(self, leaf: Run) -> None:
         """The blocks of the pinned path to `leaf`, if any, all on the device, have served one more request."""
-        if leaf.parent is None:
-            return
-        self._tree.hit(leaf, self._policy.hits_that_count)
+        run = leaf
+        while run.parent is not None and run.hits < self._policy.hits_that_count:  # then those above have had as many
+            run.hits += 1
+            run = run.parent
         self._counters.backup_skipped_blocks += self._back_up(self._policy.on_hit(leaf))
 
     def back_up_completed(self, runs: Sequence[Run], num_new: int) -> None:
@@ -128,12 +130,12 @@ class Tiering:
         copied = evicted + read
         if not copied:
             return SwapStep(step)
-        evict, swap_in = _copies(NO_EVICT, evicted), _copies(NO_SWAP_IN, read)
-        self._counters.swap_out_blocks += len(evict)
-        self._counters.swap_in_blocks += len(swap_in)
+        transfers = [_copies(kind, runs) for kind, runs in ((EVICT, evicted), (SWAP_IN, read)) if runs]
+        self._counters.swap_out_blocks += sum([run.length for run in evicted])
+        self._counters.swap_in_blocks += sum([run.length for run in read])
         self.told.remember(step, copied)
         self._residency.close_copies()
-        return SwapStep.of(step, evict, swap_in)
+        return SwapStep.of(step, *transfers)
 
     # ---- administration
 
@@ -275,14 +277,11 @@ class Tiering:
         return count
 
 
-def _copies(none: CacheSwapMetadata, runs: Sequence[Run]) -> CacheSwapMetadata:
-    """Of `runs`, in the direction of `none`, which it is if there are none: most steps have none."""
-    if not runs:
-        return none
+def _copies(kind: CopyKind, runs: Sequence[Run]) -> CacheSwapMetadata:
     on_device: list[int] = []
     on_host: list[int] = []
     for run in runs:
         on_device += run.slots(DEVICE, run.start, run.end)
         on_host += run.host_slots
-    sources, targets = (on_device, on_host) if none.source is CacheLevel.DEVICE else (on_host, on_device)
-    return CacheSwapMetadata(none.source, none.target, tuple(sources), tuple(targets))
+    sources, targets = (on_device, on_host) if kind is EVICT else (on_host, on_device)
+    return CacheSwapMetadata(*kind, tuple(sources), tuple(targets))

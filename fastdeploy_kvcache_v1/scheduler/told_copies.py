@@ -67,7 +67,7 @@ class ToldCopy:
 
 
 class ToldCopies:
-    """By step number. Not thread-safe: the manager's lock covers it."""
+    """By step number."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Sequence[ToldCopy]] = {}

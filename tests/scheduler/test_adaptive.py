@@ -112,4 +112,4 @@ def test_what_a_conversation_repeats_keeps_its_class_when_a_turn_is_added(chunk:
             cache.commit("turn", min(computed + chunk, end))
         cache.finish("turn")
         cache.check()
-    assert [(run.length, run.kind) for run in cache._tree.find(hashes)] == [(36, 2), (18, 1), (18, 0)]
+    assert [(run.length, run.kind) for run, _ in cache._tree.look(hashes)] == [(36, 2), (18, 1), (18, 0)]

@@ -43,14 +43,14 @@ def test_only_as_many_requests_as_the_settings_say_are_looked_at() -> None:
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of runs of each prefix that was looked for."""
     lengths: list[int] = []
-    plain = RadixTree.find
+    plain = RadixTree.look
 
-    def find(self: RadixTree, hashes):  # type: ignore[no-untyped-def]
+    def look(self: RadixTree, hashes):  # type: ignore[no-untyped-def]
         path = plain(self, hashes)
         lengths.append(len(path))
         return path
 
-    monkeypatch.setattr(RadixTree, "find", find)
+    monkeypatch.setattr(RadixTree, "look", look)
     return lengths
 
 

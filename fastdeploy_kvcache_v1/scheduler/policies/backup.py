@@ -15,7 +15,7 @@ class BackupPolicy:
     """What a value of `config.WritePolicy` means. This one never wants a copy; the others override what they need.
 
     `Tiering` asks, finds room on the host, and copies; it passes over runs that have a host copy. A run for which there
-    is no room gets no copy, which costs speed and nothing else. Not thread-safe: the manager's lock covers it.
+    is no room gets no copy, which costs speed and nothing else.
     """
 
     hits_that_count = 0

@@ -18,7 +18,7 @@ class Doubles(RunQueue):
     the device is none.
 
     Nothing is lost with a double, and it may go although requests use its run; but it is copied again when the run
-    leaves the device. Not thread-safe: the manager's lock covers it.
+    leaves the device.
     """
 
     def __init__(self, num_host_blocks: int, num_device_blocks: Callable[[], int], *, are_saved: bool) -> None:

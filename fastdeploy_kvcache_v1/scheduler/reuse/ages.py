@@ -17,7 +17,7 @@ MERGED_AT_ONCE = 16
 
 
 class LiveAges:
-    """Weights by class and span. Time is a count of requests and never runs back. Not thread-safe."""
+    """Weights by class and span. Time is a count of requests and never runs back."""
 
     def __init__(self, num_classes: int, now: int = 0) -> None:
         self._num_classes = num_classes

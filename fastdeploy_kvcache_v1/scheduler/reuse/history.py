@@ -33,7 +33,7 @@ prompt to its last one, and the class. A plain tuple, because several are made f
 
 
 class ReuseHistory:
-    """Time is the number of requests that were admitted. Not thread-safe: the manager's lock covers it."""
+    """Time is the number of requests that were admitted."""
 
     def __init__(self, most_watched: Callable[[], int], num_evictable: Callable[[], int]) -> None:
         """Both are asked again and again, since the size of the cache may change: how many blocks may be watched, and

@@ -48,7 +48,7 @@ class Judge:
     """Compares what requests found with what an LRU order would have held for them, by the ages of watched blocks.
 
     That estimate leaves out what is in use and what is not committed yet, which may be some per cent. So recency rules
-    first, and whenever it rules the estimate is compared with the truth. Not thread-safe.
+    first, and whenever it rules the estimate is compared with the truth.
     """
 
     def __init__(self) -> None:

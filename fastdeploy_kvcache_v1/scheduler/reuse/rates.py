@@ -46,10 +46,7 @@ AGE_WIDTHS = age_widths(YOUNG_BITS)
 
 
 class ReuseRates:
-    """What was used again and what could have been, in blocks, by class and age; forgotten little by little.
-
-    Not thread-safe.
-    """
+    """What was used again and what could have been, in blocks, by class and age; forgotten little by little."""
 
     def __init__(self) -> None:
         self._used = table()

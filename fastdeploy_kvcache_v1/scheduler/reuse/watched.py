@@ -71,7 +71,7 @@ class WatchedBlocks:
     """Groups by the names of their blocks. Names are chained: a prompt that shares a block shares all before it.
 
     There are two generations. What is used moves to the younger one, and the older one is forgotten as a whole: so the
-    start of a prompt is never forgotten before its rest. Not thread-safe: the manager's lock covers it.
+    start of a prompt is never forgotten before its rest.
     """
 
     def __init__(self) -> None:
