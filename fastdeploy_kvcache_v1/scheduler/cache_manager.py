@@ -43,7 +43,7 @@ from .loans import Loads, Stores
 from .lookahead import Lookahead
 from .policies.backup import BACKUP_POLICIES
 from .policies.doubles import Doubles
-from .policies.tables import eviction_order
+from .policies.tables import EVICTION_POLICIES, known_eviction_policy
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
@@ -75,8 +75,8 @@ class CacheManager:
         self._residency = Residency(
             self._device_pool,
             self._host_pool,
-            eviction_order(config.device_order, self._history),
-            eviction_order(config.host_order, self._history),
+            EVICTION_POLICIES[known_eviction_policy(config.device_order)](self._history),
+            EVICTION_POLICIES[known_eviction_policy(config.host_order)](self._history),
             Doubles(num_host_blocks, lambda: self._device_pool.size, are_saved=are_saved),
             self._events,
         )
@@ -369,10 +369,7 @@ class CacheManager:
         `max_queued_events` 0 there are no events.
         """
         with self._lock:
-            events = self._events.take()
-            if events is None:
-                events = self._tree.snapshot_events()
-            return events
+            return self._events.take(self._tree.runs())
 
     # ---- looking
 
@@ -421,16 +418,15 @@ class CacheManager:
             return self._tiering.num_available_device
 
     def stats(self) -> CacheStats:
-        """O(requests)."""
+        """O(blocks that are owned outside the prefix tree)."""
         with self._lock:
-            loading, on_host = self._loads.num_slots(CacheLevel.DEVICE), self._loads.num_slots(CacheLevel.HOST)
-            outside = self._requests.num_own_slots + len(self._lent) + loading
+            loading, on_host = (len(self._loads.slots(level)) for level in (CacheLevel.DEVICE, CacheLevel.HOST))
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),
                 device_blocks=self._device_pool.size,
                 device_free_blocks=self._device_pool.num_free,
-                device_cached_blocks=self._device_pool.num_owned - outside,
+                device_cached_blocks=self._device_pool.num_owned - len(self._device_slots_outside()),
                 device_evictable_blocks=self._residency.num_device_evictable,
                 host_blocks=self._host_pool.size,
                 host_free_blocks=self._host_pool.num_free,

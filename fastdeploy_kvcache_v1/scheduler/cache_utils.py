@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from itertools import pairwise
-from operator import index
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
@@ -143,11 +142,8 @@ class GivenHashes:
 
 def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
     """Token ids as 4-byte little-endian unsigned integers. Raises `ConfigError` for ids that do not fit."""
-    if len(token_ids) == 1:  # one generated token: skip the array machinery
-        with suppress(TypeError, OverflowError):  # no integer, or none that fits: say so below
-            return index(token_ids[0]).to_bytes(TOKEN_BYTES, "little")
     if isinstance(token_ids, list) and not TOKENS_ARE_SWAPPED:  # four times as fast as through NumPy
-        with suppress(TypeError, OverflowError):
+        with suppress(TypeError, OverflowError):  # no integer, or none that fits: say so below
             return array(TOKEN_TYPE, token_ids).tobytes()
     # Imported here: the scheduler half must load fast, and a caller that passes an array has numpy loaded already.
     import numpy as np

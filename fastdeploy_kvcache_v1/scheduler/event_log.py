@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..metadata import BlockHash, CacheEvent, CacheLevel
 from .run import Run
@@ -36,13 +36,20 @@ class EventLog:
         if self._is_listening:
             self._events, self._num_blocks = [CacheEvent("cleared", None)], 0
 
-    def take(self) -> list[CacheEvent] | None:
-        """All events since the last call, oldest first; None when there are more than were kept, and the reader needs a
-        snapshot: the first time, and after an overflow. A limit of 0 keeps none.
+    def take(self, runs: Iterable[Run]) -> list[CacheEvent]:
+        """All events since the last call, oldest first. When there are more than were kept, the first time and after an
+        overflow: `cleared`, and what is in each tier of `runs`, the whole cache. A limit of 0 keeps none.
         """
         complete, self._is_listening = self._is_listening or not self._limit, bool(self._limit)
         events, self._events, self._num_blocks = self._events, [], 0
-        return events if complete else None
+        if complete:
+            return events
+        events = [CacheEvent("cleared", None)]
+        for run in runs:
+            for level, is_there in ((CacheLevel.DEVICE, run.on_device), (CacheLevel.HOST, run.host is not None)):
+                if is_there and run.open is not level:
+                    events.append(CacheEvent("stored", level, tuple(run.hashes), run.parent_hash))
+        return events
 
     def _has_room(self, num_blocks: int) -> bool:
         if not self._is_listening:

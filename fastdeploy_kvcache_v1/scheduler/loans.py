@@ -28,10 +28,10 @@ class Load:
     level: CacheLevel
     hashes: Sequence[BlockHash]
     """Of a prompt, from its first block on."""
-    end: int
-    """The block behind the last one that is loaded."""
+    first: int
+    """The first block that is loaded."""
     slots: list[Any]
-    """Of tier `level`, for the last blocks of `hashes`."""
+    """Of tier `level`, for the blocks from `first` on."""
     wanted: bool = True
     """False in quarantine: what arrives is not cached, but may still arrive."""
 
@@ -60,18 +60,17 @@ class Loads:
         if not slots:
             self._counters.allocations_refused += 1
             return NoSpace(count, 0)
-        self._loads[load_id] = Load(level, hashes, first + len(slots), slots)
+        self._loads[load_id] = Load(level, hashes, first, slots)
         return LoadSlots(tuple(slots), self._tiering.last_step_with_copies(level, open_step))
 
     def complete(self, load_id: str, num_arrived: int) -> int:
         load = self._get(load_id)
-        num_missing = len(load.slots) - num_arrived
         if not 0 <= num_arrived <= len(load.slots):
             raise CacheStateError(f"load {load_id}: {num_arrived} blocks arrived, it has slots for {len(load.slots)}")
         del self._loads[load_id]
         num_cached = 0
         if load.wanted and num_arrived:
-            num_cached = self._tree.graft(load.hashes, load.end - num_missing, load.slots[:num_arrived], load.level)
+            num_cached = self._tree.graft(load.hashes, load.first + num_arrived, load.slots[:num_arrived], load.level)
         self._counters.loaded_blocks += num_cached
         self._counters.wasted_load_blocks += num_arrived - num_cached
         self._tiering.free(load.slots[: num_arrived - num_cached] + load.slots[num_arrived:], load.level)
@@ -93,10 +92,6 @@ class Loads:
     def slots(self, level: CacheLevel) -> list[Any]:
         """Every slot of tier `level` that bytes may arrive in. O(blocks being loaded)."""
         return [slot for load in self._loads.values() if load.level is level for slot in load.slots]
-
-    def num_slots(self, level: CacheLevel) -> int:
-        """How many these are. O(loads)."""
-        return sum(len(load.slots) for load in self._loads.values() if load.level is level)
 
     @property
     def num_quarantined(self) -> int:
@@ -163,9 +158,7 @@ class Stores:
         """Blocks `[first, end)` of `run` as a run of their own: the others may leave."""
         if end < run.length:
             run = self._tree.split(run, end)
-        if first:
-            self._tree.split(run, first)
-        return run
+        return self._tree.tail(run, end - first)
 
     def check_none(self) -> None:
         expect(not self._stores, "manager: stores never ended")

@@ -28,12 +28,8 @@ class Lookahead:
         """None in a step that has looked at it."""
 
     def expect(self, line: Sequence[BlockHashes]) -> None:
-        """These requests come next, in this order."""
+        """These requests come next, in this order; in a step of which nothing is told, none."""
         self._line = line[: self._most_requests]
-
-    def step_taken(self) -> None:
-        """A line that is not told anew is forgotten."""
-        self._line = ()
 
     def look(self) -> None:
         """A tier is short. O(runs touched), once per `expect`."""

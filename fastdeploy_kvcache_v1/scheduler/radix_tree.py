@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot, HostSlot
+from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .residency import Residency
 from .reuse.history import Stretch
 from .run import Run
@@ -84,13 +84,12 @@ class RadixTree:
         if index < len(stretches) and stretches[index][0] == end:
             index += 1
         run.kind = stretches[index - 1][1] if index else 0
-        if index == len(stretches):
-            return index, begin
-        end_above, kind_above = stretches[index]
-        if end_above <= begin or kind_above == run.kind:
-            return index, begin
-        self.split(run, end_above - begin)
-        return index, end_above
+        if index < len(stretches):
+            end_above, kind_above = stretches[index]
+            if end_above > begin and kind_above != run.kind:
+                self.split(run, end_above - begin)
+                return index, end_above
+        return index, begin
 
     # ---- adding blocks
 
@@ -243,12 +242,3 @@ class RadixTree:
         subtree = self.root.subtree()
         next(subtree)
         return subtree
-
-    def snapshot_events(self) -> list[CacheEvent]:
-        """`cleared`, then one `stored` event for every run of every tier; O(cache)."""
-        events = [CacheEvent("cleared", None)]
-        for run in self.runs():
-            for level, is_there in ((CacheLevel.DEVICE, run.on_device), (CacheLevel.HOST, run.host is not None)):
-                if is_there and run.open is not level:
-                    events.append(CacheEvent("stored", level, tuple(run.hashes), run.parent_hash))
-        return events

@@ -68,10 +68,6 @@ class RequestState:
     def own_slots(self) -> list[DeviceSlot]:
         return [*self.tail, *self.duplicates.values()]
 
-    @property
-    def num_own_slots(self) -> int:
-        return len(self.tail) + len(self.duplicates)
-
     def admit(self, num_host_tokens: int, block_size: int) -> None:
         """Its table begins with its cached blocks, `num_host_tokens` of whose tokens come from the host."""
         self.admitted = True

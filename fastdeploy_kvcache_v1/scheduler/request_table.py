@@ -202,11 +202,6 @@ class RequestTable:
 
     # ---- looking
 
-    @property
-    def num_own_slots(self) -> int:
-        """O(requests)."""
-        return sum(request.num_own_slots for request in self._requests.values())
-
     def own_slots(self) -> list[DeviceSlot]:
         return [slot for request in self._requests.values() for slot in request.own_slots()]
 

@@ -125,7 +125,7 @@ class Tiering:
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
         self._back_up_ahead()
-        self._lookahead.step_taken()
+        self._lookahead.expect(())  # a line that is not told anew is forgotten
         evicted, read = self._residency.open_copies(CacheLevel.HOST), self._residency.open_copies(CacheLevel.DEVICE)
         copied = evicted + read
         if not copied:
@@ -199,8 +199,7 @@ class Tiering:
     def _cut_before(self, run: Run, slots: Sequence[int], those: Set[int]) -> None:
         """`run` begins with the first of its `slots` in `those` now: what is before is cut off."""
         first = next(index for index, slot in enumerate(slots) if slot in those)
-        if first:
-            self._tree.split(run, first)
+        self._tree.tail(run, run.length - first)
 
     def _evict_device(self, run: Run) -> None:
         """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""

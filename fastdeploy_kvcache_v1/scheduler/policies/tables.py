@@ -25,8 +25,3 @@ def known_eviction_policy(name: str) -> str:
     if name not in EVICTION_POLICIES:
         raise ConfigError(f"unknown eviction policy {name!r}: choose one of {', '.join(EVICTION_POLICIES)}")
     return name
-
-
-def eviction_order(name: str, history: ReuseHistory) -> EvictionOrder:
-    """A new one. Raises `ConfigError` naming the choices."""
-    return EVICTION_POLICIES[known_eviction_policy(name)](history)

@@ -108,17 +108,15 @@ class WatchedBlocks:
             assert group.begin == begin, "a prompt that shares a block shares all before it"
             groups.append(group)
             begin = group.end
-        if len(groups) > num_unchanged and not self._has(groups[-1], hashes, end):
-            groups[-1] = self._cut(groups[-1], hashes, end)
+        if len(groups) > num_unchanged:
+            last = groups[-1]
+            if last.end > end or self._group(hashes[INDICES[last.end - 1]]) is not last:  # the prompt leaves it
+                groups[-1] = self._cut(last, hashes, end)
         for group in groups[num_unchanged:]:
             if group.generation != generation:
                 group.generation = generation
                 self._name(group, hashes)
         return groups
-
-    def _has(self, group: Group, hashes: Sequence[BlockHash], end: int) -> bool:
-        """Are the first `end` watched blocks of a prompt all of `group`, of which they share the first one?"""
-        return group.end <= end and self._group(hashes[INDICES[group.end - 1]]) is group
 
     def _group(self, block: BlockHash) -> Group | None:
         return self._young.get(block) or self._old.get(block)
