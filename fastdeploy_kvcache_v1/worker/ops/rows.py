@@ -122,9 +122,6 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     """
     if len(sources) != len(targets):
         raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
-    if not sources:
-        nothing = np.empty(0, np.int64)
-        return CopyRuns(nothing.reshape(0, 3), nothing, nothing)
     source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
     written = np.sort(target)
     if (written[1:] == written[:-1]).any():
@@ -148,6 +145,6 @@ def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[
             numbers = np.frombuffer(array("q", slots), np.int64)
         except (TypeError, OverflowError):
             raise CacheStateError(f"{what} slots must be integers, got {slots!r}") from None
-    if numbers.min() < 0 or numbers.max() >= num_slots:
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= num_slots):
         raise CacheStateError(f"{what} slots must be in [0, {num_slots}), got {min(slots)}..{max(slots)}")
     return numbers

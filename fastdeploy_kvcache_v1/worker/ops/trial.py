@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,11 +85,11 @@ def known() -> Rates:
     return _known
 
 
-def rates_of(device: int, row_bytes: Sequence[int], *, run: Run | None = None) -> Rates:
+def rates_of(device: int, row_bytes: Sequence[int]) -> Rates:
     """What works on GPU `device`, and how fast it is for rows of these bytes; `known` from now on.
 
-    Takes milliseconds where it was found before, else seconds, and `LIMIT_S` for each way that hangs. `run` is the
-    process. Raises `ConfigError` for a wrong `CHOICE`, and where plain copies give other bytes.
+    Takes milliseconds where it was found before, else seconds, and `LIMIT_S` for each way that hangs. Raises
+    `ConfigError` for a wrong `CHOICE`, and where plain copies give other bytes.
     """
     global _known
     import cupy
@@ -103,7 +103,7 @@ def rates_of(device: int, row_bytes: Sequence[int], *, run: Run | None = None) -
     if todo := [way for way in WAYS if way not in left]:
         key = msgspec.json.encode([_EDITION, uuid_of(device).hex(), release, PTX.read_text().partition("\n")[0], sizes])
         name = hashlib.sha256(key).hexdigest()[:32] if release else ""  # else another driver would not be noticed
-        answers |= _answers(name, todo, sizes, lambda way: _ask(way, device, sizes, run or run_child))
+        answers |= _answers(name, todo, device, sizes)
     _known = _rates({way: answers[way] for way in WAYS})
     logger.info("copies between GPU and host: %s", _known.describe())
     return _known
@@ -145,7 +145,7 @@ def _rates(answers: Mapping[str, Answer]) -> Rates:
     return Rates(timings, left, min((answer.reach for answer in live.values()), default=0))
 
 
-def _answers(name: str, ways: list[str], sizes: list[int], ask: Callable[[str], Answer]) -> dict[str, Answer]:
+def _answers(name: str, ways: list[str], device: int, sizes: list[int]) -> dict[str, Answer]:
     """From the disk, else by trial: processes of one user take turns, because they would slow each other down. Nothing
     is kept without a `name`.
     """
@@ -161,9 +161,11 @@ def _answers(name: str, ways: list[str], sizes: list[int], ask: Callable[[str], 
                 directory.mkdir(parents=True, exist_ok=True)
                 fcntl.flock(turn.enter_context(open(directory / "turn", "w", encoding="utf-8")), fcntl.LOCK_EX)
             answers = _read(path, sizes)  # another rank may have tried this GPU meanwhile
-            answers |= {way: ask(way) for way in ways if way not in answers}
-            if name:
-                _write(path, {way: answer for way, answer in answers.items() if answer.is_lasting})
+            answers |= {way: _ask(way, device, sizes) for way in ways if way not in answers}
+            with suppress(OSError):  # it is tried again at the next start
+                if name:
+                    lasting = {way: answer for way, answer in answers.items() if answer.is_lasting}
+                    path.write_bytes(msgspec.json.encode(lasting))
     return {way: answers[way] for way in ways}
 
 
@@ -176,19 +178,8 @@ def _read(path: Path, sizes: list[int]) -> dict[str, Answer]:
     return {way: answer for way, answer in found.items() if answer.is_whole(sizes)}
 
 
-def _write(path: Path, answers: Mapping[str, Answer]) -> None:
-    try:
-        path.write_bytes(msgspec.json.encode(answers))
-    except OSError as error:
-        logger.info("the ways to copy are tried again at the next start: %s", error)
-
-
-Run = Callable[[str, int, Sequence[int]], tuple[int | None, str]]
-"""Tries a way on a GPU with rows of these bytes. Exit status, None where it was not done in time, and what was said."""
-
-
-def _ask(way: str, device: int, sizes: list[int], run: Run) -> Answer:
-    status, said = run(way, device, sizes)
+def _ask(way: str, device: int, sizes: list[int]) -> Answer:
+    status, said = run_child(way, device, sizes)
     last = (said.splitlines() or [""])[-1]
     with suppress(msgspec.MsgspecError):
         answer = msgspec.json.decode(last, type=Answer)
@@ -202,7 +193,7 @@ def _ask(way: str, device: int, sizes: list[int], run: Run) -> Answer:
 
 
 def run_child(way: str, device: int, sizes: Sequence[int]) -> tuple[int | None, str]:
-    """A `Run` by a process, killed when its time is over."""
+    """A process that tries a way: its status, None where it was killed when its time was over, and what it said."""
     command = [sys.executable, "-c", _CHILD, str(Path(__file__).parents[3]), way, str(device), *map(str, sizes)]
     with open(os.memfd_create("trial"), "w+", encoding="utf-8", errors="replace") as said:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)

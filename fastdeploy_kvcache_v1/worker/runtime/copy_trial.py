@@ -26,7 +26,7 @@ from ..ops.cuda_copies import CudaCopies
 from ..ops.rates import JOINED, Rates, Timing
 from ..ops.rows import BlockRows, ByteRows, CopyRuns, LayerRows, plan_runs
 from ..ops.trial import LIMIT_S, Answer
-from .cuda import CudaStream, stream_on
+from .cuda import MAPPED, PORTABLE, CudaStream, stream_on
 
 WINDOW = 72 << 20
 """Bytes at the start of each tier that copies use; at its end the last of `FAR_SLOTS` are used as well."""
@@ -50,15 +50,6 @@ TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2
 """Of a copy that is timed; they take twice as much of both tiers."""
 
 REPEATS = 3
-
-_OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation."""
-
-_PORTABLE_AND_MAPPED = 3
-"""Flags of cudaHostRegister, as the pool has them."""
-
-_NO_RESERVE = 0x4000
-"""MAP_NORESERVE, which Python names from 3.11 on."""
 
 Slots = npt.NDArray[np.int64]
 
@@ -118,7 +109,7 @@ class _Trial:
         self._scratch = int(self._runtime.malloc(2 << 20))
         far = FAR_SLOTS // 2 * FAR_BLOCK
         for start, nbytes in ((0, WINDOW), (len(self._map) - far, far)):
-            self._runtime.hostRegister(self._places[1] + start, nbytes, _PORTABLE_AND_MAPPED)
+            self._runtime.hostRegister(self._places[1] + start, nbytes, PORTABLE | MAPPED)
 
     def answer(self, row_bytes: Sequence[int]) -> Answer:
         far = self._nbytes[0] // FAR_ROW, self._nbytes[1] // FAR_BLOCK
@@ -203,9 +194,10 @@ class _Trial:
 
 def _addresses(sizes: Sequence[int]) -> mmap.mmap:
     """Of the first of these sizes that the system does not refuse. Raises `MemoryError`."""
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.11 on
     for nbytes in sizes:
         with suppress(OSError):  # a process's limit on data counts what is private
-            return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | no_reserve)
     raise MemoryError(f"the system refused {nbytes} bytes of addresses")
 
 
@@ -230,7 +222,7 @@ def try_way(way: str, device: int, row_bytes: Sequence[int]) -> Answer:
 
         return _Trial(cupy, way, device).answer(row_bytes)
     except Exception as error:  # the edge of the process
-        lacks_memory = isinstance(error, MemoryError) or getattr(error, "status", 0) == _OUT_OF_MEMORY
+        lacks_memory = isinstance(error, MemoryError) or getattr(error, "status", 0) == 2  # cudaErrorMemoryAllocation
         return Answer(f"{error}".partition("\n")[0] or type(error).__name__, is_lasting=not lacks_memory)
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _SUCCESS, _NOT_READY = 0, 600
 """cudaSuccess and cudaErrorNotReady, the two healthy answers of cudaEventQuery."""
 
-_PORTABLE, _MAPPED = 1, 2
+PORTABLE, MAPPED = 1, 2
 """cudaHostRegisterPortable and cudaHostRegisterMapped: every context may copy from it, kernels may reach it."""
 
 MOST_OPEN = 256
@@ -263,7 +263,7 @@ class CudaRuntime(Runtime):
         # Registering keeps the huge pages of the mapping, which cudaHostAlloc would not give.
         buffer.keep_to_this_process()
         try:
-            self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, _PORTABLE | _MAPPED)
+            self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, PORTABLE | MAPPED)
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             buffer.free()
             raise ConfigError(f"{nbytes} bytes of host cache cannot be page-locked: {describe(error)}") from error
