@@ -206,7 +206,6 @@ def pools_of_gibibytes_are_reached_to_their_last_byte(way: str) -> None:
             assert (pool.block(slot) == row).all(), f"host block {slot} of {nbytes // block}"
         del pool
         controller.free()
-    made.close()
     print(f"        a pool of {nbytes / (1 << 30):.2f} GiB")
 
 

@@ -9,21 +9,22 @@ of this process; what is against the rules is remembered in `faults` and breaks 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import mmap
 import os
 import random
 import struct
 import traceback
 from collections import deque
-from collections.abc import Callable
-from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64
+from collections.abc import Callable, Iterable
+from ctypes import c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64
 from dataclasses import dataclass, field
-from itertools import chain, count, repeat
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
-OUT_OF_MEMORY, INVALID, NOT_READY, ILLEGAL, LAUNCH_FAILED = 2, 1, 600, 700, 719
+INVALID, NOT_READY, ILLEGAL, MISALIGNED, LAUNCH_FAILED = 1, 600, 700, 716, 719
 COMPUTE = 1
 """Raw handle of the stream that plays Paddle's."""
 
@@ -68,45 +69,19 @@ LAUNCH = struct.Struct("7I4xQQI4x")
 """CUlaunchConfig."""
 
 P, Z, N, U = c_uint64, c_size_t, c_int, c_uint
-CALLS: dict[str, tuple[list[Any], list[Any]]] = {
-    "cuDriverGetVersion": ([N], []),
-    "cuModuleLoadData": ([P], [c_char_p]),
-    "cuModuleUnload": ([], [P]),
-    "cuModuleGetFunction": ([P], [P, c_char_p]),
-    "cuLaunchKernelEx": ([], [P, P, P, P]),
-    "cuMemAlloc": ([P], [Z]),
-    "cuMemFree": ([], [P]),
-    "cuMemHostGetDevicePointer": ([P], [P, U]),
-    "cuMemcpyHtoDAsync": ([], [P, P, Z, P]),
-    "cuMemcpyAsync": ([], [P, P, Z, P]),
-    "cuMemcpy2DAsync": ([], [P, P]),
-    "cuMemcpyBatchAsync": ([], [P, P, P, Z, P, P, Z, P, P]),
-    "cuEventRecord": ([], [P, P]),
-    "cuStreamWaitEvent": ([], [P, P, U]),
-    "cuMemGetAddressRange": ([P, Z], [P]),
-    "cuIpcGetMemHandle": ([ctypes.c_char * 64], [P]),
-    "cuIpcOpenMemHandle": ([P], [ctypes.c_char * 64, U]),
-    "cuIpcCloseMemHandle": ([], [P]),
-    "cuPointerGetAttribute": ([N], [N, P]),
-    "cuDeviceGet": ([N], [N]),
-    "cuDeviceGetCount": ([N], []),
-    "cuDeviceGetUuid": ([ctypes.c_char * 16], [N]),
-    "cuDeviceCanAccessPeer": ([N], [N, N]),  # there is one GPU: nobody asks
-}
-"""What is written through pointers, which come first, and what is given, as `cuda.h` has them. The stand-in of CuPy
-calls the methods of these names itself.
-"""
+HANDLE, UUID_BYTES = ctypes.c_char * 64, ctypes.c_char * 16
+"""C's types, as methods are annotated with: what is given, and what is written through pointers, which come first."""
 
 
 class _ByValue(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 64)]
+    _fields_ = [("bytes", HANDLE)]
 
 
 @dataclass
 class _Stream:
     is_blocking: bool
-    queue: deque[Callable[[], bool]] = field(default_factory=deque)
-    """Each goes one step and says whether it is done."""
+    queue: deque[Callable[[], bool | None]] = field(default_factory=deque)
+    """Each goes a step, if it can, and says whether it is done; None when it went on and is not."""
     submitted: int = 0
     ended: int = 0
 
@@ -126,6 +101,11 @@ class _Memory(NamedTuple):
     size: int
     file: int = -1
     """Which other processes can map."""
+
+
+def _start_of(ranges: Iterable[tuple[int, int]], address: int, nbytes: int = 1) -> int | None:
+    """Where the range begins that has all of these bytes. `ranges`: begins and sizes."""
+    return next((start for start, size in ranges if start <= address and address + nbytes <= start + size), None)
 
 
 class FakeGpu:
@@ -158,7 +138,7 @@ class FakeGpu:
         self._freed: deque[Any] = deque(maxlen=16)
         self._handles = count(0x7700)
         self._is_running = False
-        self._functions = {name: self._exported(name) for name in CALLS}
+        self._functions = {name: self._exported(name) for name in dir(self) if name.startswith("cu")}
 
     # ---- as C calls it
 
@@ -168,8 +148,10 @@ class FakeGpu:
         return ctypes.cast(self._functions[name], ctypes.c_void_p).value or 0
 
     def _exported(self, name: str) -> Any:
-        outs, ins = CALLS[name]
-        by_value = [_ByValue if issubclass(each, ctypes.Array) else each for each in ins]
+        """The method as a C function, by its annotations."""
+        types = inspect.get_annotations(getattr(type(self), name), eval_str=True)
+        made = types.pop("return")
+        outs = made if isinstance(made, tuple) else () if made is None else (made,)
 
         def call(*arguments: Any) -> int:
             given = [each.bytes if isinstance(each, _ByValue) else each for each in arguments[len(outs) :]]
@@ -178,6 +160,7 @@ class FakeGpu:
                 kind.from_address(pointer).value = value
             return status
 
+        by_value = [_ByValue if each is HANDLE else each for each in types.values()]
         return ctypes.CFUNCTYPE(c_int, *[P] * len(outs), *by_value)(call)
 
     def answer(self, name: str, *arguments: Any) -> tuple[int, tuple[Any, ...]]:
@@ -212,25 +195,27 @@ class FakeGpu:
         assert not self._is_running, "a kernel asks for progress"
         handles = [handle for handle, stream in self._streams.items() if stream.queue]
         self.random.shuffle(handles)
-        for handle in handles:
-            stream = self._streams[handle]
-            before = len(self.faults), self._steps
-            is_done = stream.queue[0]()
-            if is_done:
+        for stream in map(self._streams.__getitem__, handles):
+            went = stream.queue[0]()
+            if went:
                 stream.queue.popleft()
                 stream.ended += 1
-            if is_done or before != (len(self.faults), self._steps):
+            if went is not False:
                 return True
         return False
-
-    _steps = 0
 
     def run_all(self) -> None:
         while self.tick():
             pass
         assert not any(stream.queue for stream in self._streams.values()), "streams wait for each other for ever"
 
-    def push(self, handle: int, step: Callable[[], bool]) -> None:
+    def _run_until(self, is_done: Callable[[], bool]) -> None:
+        while not self.broken and not is_done():
+            assert self.tick(), "streams wait for each other for ever"
+        if self.broken:
+            raise Refused(self.broken)
+
+    def push(self, handle: int, step: Callable[[], bool | None]) -> None:
         """The legacy stream waits for all blocking streams, and they for it."""
         stream = self._streams[handle]
         others = [each for each in self._streams.values() if each.is_blocking and each is not stream]
@@ -246,38 +231,30 @@ class FakeGpu:
 
     def launch(self, handle: int, body: Callable[[], Any], pieces: int = 1) -> None:
         """A kernel: `body` is run in the last of so many steps."""
-        left = chain(range(pieces - 1, 0, -1), repeat(0))
+        self._work(handle, 1e3 * pieces, [body, *repeat(lambda: None, pieces - 1)])
 
-        def step() -> bool:
-            self._steps += 1
-            self.now += 1e3
-            if next(left):
-                return False
-            self._is_running = True
-            try:
-                body()
-            except Refused as refused:
-                self.fault(refused.status, "a kernel: an illegal address")
-            except Exception:
-                self.fault(LAUNCH_FAILED, traceback.format_exc())
-            finally:
-                self._is_running = False
-            return True
-
-        self.push(handle, step)
-
-    def _work(self, handle: int, nanoseconds: float, parts: list[Callable[[], None]]) -> None:
-        """Parts in any order, one in each step."""
+    def _copy(self, handle: int, nanoseconds: float, parts: list[Callable[[], Any]]) -> None:
+        """In any order."""
         self.random.shuffle(parts)
+        self._work(handle, nanoseconds, parts)
+
+    def _work(self, handle: int, nanoseconds: float, parts: list[Callable[[], Any]]) -> None:
+        """A part in each step, the last one first."""
         share = nanoseconds / max(1, len(parts))
 
-        def step() -> bool:
-            self._steps += 1
-            if not self.broken:
+        def step() -> bool | None:
+            if parts and not self.broken:
                 self.now += share
-                if parts:
+                self._is_running = True
+                try:
                     parts.pop()()
-            return not parts or bool(self.broken)
+                except Refused as refused:
+                    self.fault(refused.status, f"work of stream {handle}: CUDA error {refused.status}")
+                except Exception:
+                    self.fault(LAUNCH_FAILED, traceback.format_exc())
+                finally:
+                    self._is_running = False
+            return not parts or bool(self.broken) or None
 
         self.push(handle, step)
 
@@ -292,42 +269,32 @@ class FakeGpu:
         """Of an allocation, as a NumPy array uint8 of all of it."""
         return np.frombuffer(self._memory[address - ON_DEVICE].bytes, np.uint8)
 
-    def on_device(self, address: int, nbytes: int) -> int:
-        """Where the bytes of a device address are. Raises `Refused`."""
-        real = address - ON_DEVICE
-        for start, memory in chain(self._memory.items(), self._mapped.items()):
-            if start <= real and real + nbytes <= start + memory.size:
-                return real
-        raise Refused(ILLEGAL)
-
-    def for_kernel(self, address: int, nbytes: int) -> int:
-        """As kernels see it: the device's memory, and page-locked memory by its other address."""
-        if address < SEEN_BY_KERNELS:
-            raise Refused(ILLEGAL)
+    def place(self, address: int, nbytes: int, *, by_kernel: bool = False) -> int:
+        """Where these bytes are: of the device; of page-locked memory, which kernels know by its other address; copies
+        reach all memory of this process. Raises `Refused`.
+        """
         if address >= ON_DEVICE:
-            return self.on_device(address, nbytes)
-        return self._locked(address - SEEN_BY_KERNELS, nbytes)
-
-    def for_copy(self, address: int, nbytes: int) -> int:
-        return self.on_device(address, nbytes) if address >= ON_DEVICE else address
-
-    def _locked(self, address: int, nbytes: int) -> int:
-        if any(start <= address and address + nbytes <= start + size for start, size in self.registered.items()):
+            real, ranges = address - ON_DEVICE, self._sizes(self._memory | self._mapped)
+        elif by_kernel:
+            real, ranges = address - SEEN_BY_KERNELS, self.registered.items()
+        else:
             return address
-        raise Refused(ILLEGAL)
+        if _start_of(ranges, real, nbytes) is None:
+            raise Refused(ILLEGAL)
+        return real
 
-    def is_locked(self, address: int, nbytes: int) -> bool:
-        try:
-            return bool(self._locked(address, nbytes))
-        except Refused:
-            return False
+    def _sizes(self, memory: dict[int, _Memory]) -> Iterable[tuple[int, int]]:
+        return ((start, each.size) for start, each in memory.items())
 
-    def cuMemAlloc(self, nbytes: int) -> int:
+    def is_locked(self, address: int, nbytes: int = 1) -> bool:
+        return _start_of(self.registered.items(), address, nbytes) is not None
+
+    def cuMemAlloc(self, nbytes: Z) -> P:
         file = os.memfd_create("fake-gpu")
         os.truncate(file, max(1, nbytes))
         return self._map(file, self._memory)
 
-    def cuMemAllocAsync(self, nbytes: int) -> int:
+    def cuMemAllocAsync(self, nbytes: Z) -> P:
         """Of a pool of the driver's own, whose memory no handle names."""
         return self.adopt(np.zeros(nbytes, np.uint8))
 
@@ -337,7 +304,7 @@ class FakeGpu:
         into[address] = _Memory(mapped, len(mapped), file)
         return address + ON_DEVICE
 
-    def cuMemFree(self, address: int) -> None:
+    def cuMemFree(self, address: P) -> None:
         """Nobody waits for the device; its pages stay, so that a late copy is a fault and no crash."""
         freed = self._memory.pop(address - ON_DEVICE, None)
         if freed is None:
@@ -345,17 +312,17 @@ class FakeGpu:
         self._freed.append(freed.bytes)
         os.close(freed.file)
 
-    def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
-        if self.is_locked(address, 1):
+    def cuMemHostRegister(self, address: P, nbytes: Z, flags: U) -> None:
+        if self.is_locked(address):
             raise Refused(712)
         self.registered[address] = nbytes
 
-    def cuMemHostUnregister(self, address: int) -> None:
+    def cuMemHostUnregister(self, address: P) -> None:
         if self.registered.pop(address, None) is None:
             raise Refused(713)
 
-    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> int:
-        if not self.is_locked(address, 1):
+    def cuMemHostGetDevicePointer(self, address: P, flags: U) -> P:
+        if not self.is_locked(address):
             raise Refused(INVALID)
         return address + SEEN_BY_KERNELS
 
@@ -369,26 +336,22 @@ class FakeGpu:
         staged = ctypes.string_at(of, nbytes) if of < ON_DEVICE and of not in locked else None
 
         def run() -> None:
-            try:
-                places = [self.for_copy(each, nbytes) for each in (to, of)]
-                for each in locked:
-                    self._locked(each, nbytes)
-            except Refused:
-                self.fault(ILLEGAL, f"a copy of {nbytes} bytes ran after its memory was given back")
-                return
+            places = [self.place(each, nbytes) for each in (to, of)]
+            if not all(self.is_locked(each, nbytes) for each in locked):
+                raise Refused(ILLEGAL)
             ctypes.memmove(places[0], places[1] if staged is None else staged, nbytes)
 
         return run
 
-    def cuMemcpyAsync(self, to: int, of: int, nbytes: int, stream: int) -> None:
+    def cuMemcpyAsync(self, to: P, of: P, nbytes: Z, stream: P) -> None:
         self.log.append(("copy", stream, to, of, nbytes))
         half = nbytes // 2  # in two pieces, so that somebody may see half of it
         parts = [self._row(to, of, half), self._row(to + half, of + half, nbytes - half)]
-        self._work(stream, self.copy_ns("runs", 1, nbytes), parts)
+        self._copy(stream, self.copy_ns("runs", 1, nbytes), parts)
 
     cuMemcpyHtoDAsync = cuMemcpyAsync
 
-    def cuMemcpy2DAsync(self, pointer: int, stream: int) -> None:
+    def cuMemcpy2DAsync(self, pointer: P, stream: P) -> None:
         fields = COPY_2D.unpack(ctypes.string_at(pointer, COPY_2D.size))
         (_, _, source_type, _, of, _, of_pitch), (_, _, target_type, _, to, _, to_pitch) = fields[:7], fields[7:14]
         width, height = fields[14:]
@@ -397,10 +360,10 @@ class FakeGpu:
             raise Refused(INVALID)
         self.log.append(("copy 2D", stream, to, to_pitch, of, of_pitch, width, height))
         rows = [self._row(to + row * to_pitch, of + row * of_pitch, width) for row in range(height)]
-        self._work(stream, self.copy_ns("runs", height, width), rows)
+        self._copy(stream, self.copy_ns("runs", height, width), rows)
 
     def cuMemcpyBatchAsync(
-        self, to: int, of: int, sizes: int, count: int, attributes: int, starts: int, num: int, failed: int, stream: int
+        self, to: P, of: P, sizes: P, count: Z, attributes: P, starts: P, num: Z, failed: P, stream: P
     ) -> None:
         targets, sources, lengths = ((c_uint64 * count).from_address(each) for each in (to, of, sizes))
         if not count or not num or stream == 0 or c_uint.from_address(attributes).value != 1:
@@ -408,87 +371,81 @@ class FakeGpu:
         assert c_size_t.from_address(starts).value == 0
         self.log.append(("batch", stream, count))
         rows = [self._row(*each) for each in zip(targets, sources, lengths, strict=True)]
-        self._work(stream, self.copy_ns("batch", count, max(lengths)), rows)
+        self._copy(stream, self.copy_ns("batch", count, max(lengths)), rows)
 
     # ---- the kernel
 
-    def cuModuleLoadData(self, image: bytes) -> int:
+    def cuModuleLoadData(self, image: c_char_p) -> P:
         assert b".entry copy_cache_rows(" in image
         assert b".target sm_80" in image
         return next(self._handles)
 
-    def cuModuleUnload(self, module: int) -> None:
+    def cuModuleUnload(self, module: P) -> None:
         """Nothing is kept of it."""
 
-    def cuModuleGetFunction(self, module: int, name: bytes) -> int:
+    def cuModuleGetFunction(self, module: P, name: c_char_p) -> P:
         assert name == b"copy_cache_rows"
         return next(self._handles)
 
-    def cuLaunchKernelEx(self, launch: int, function: int, parameters: int, extra: int) -> None:
+    def cuLaunchKernelEx(self, launch: P, function: P, parameters: P, extra: P) -> None:
         *shape, shared, stream, attributes, num = LAUNCH.unpack(ctypes.string_at(launch, LAUNCH.size))
         assert (shape, shared, attributes, num, extra or 0) == ([shape[0], 1, 1, shape[3] // 32 * 32, 1, 1], 0, 0, 0, 0)
-        arguments = Arguments.from_buffer_copy(
-            ctypes.string_at(c_uint64.from_address(parameters).value, ctypes.sizeof(Arguments))
-        )
+        given = c_uint64.from_address(parameters).value
+        arguments = Arguments.from_buffer_copy(ctypes.string_at(given, ctypes.sizeof(Arguments)))
         self.log.append(("kernel", stream, arguments.first_row, arguments.end_row, arguments.num_blocks))
         ends = [*range(arguments.first_row, arguments.end_row)]
-        at = self.for_kernel(arguments.rows + ends[0] * ROW.itemsize, ROW.itemsize)
-        width = int(np.frombuffer(ctypes.string_at(at, ROW.itemsize), ROW)[0]["bytes"])
+        width = int(self._table(arguments.rows + ends[0] * ROW.itemsize, ROW, 1)[0]["bytes"])
         nanoseconds = self.copy_ns("kernel", arguments.num_blocks * len(ends), width)
-        self._work(stream, nanoseconds, [lambda row=row: self._kernel_row(arguments, row) for row in ends])
+        self._copy(stream, nanoseconds, [lambda row=row: self._kernel_row(arguments, row) for row in ends])
 
     def _kernel_row(self, arguments: Arguments, number: int) -> None:
         """All blocks of one row; what it reads of its tables, it reads now."""
-        try:
-            at = self.for_kernel(arguments.rows + number * ROW.itemsize, ROW.itemsize)
-            row = np.frombuffer(ctypes.string_at(at, ROW.itemsize), ROW)[0]
-            at = self.for_kernel(arguments.runs, 12 * arguments.num_runs)
-            runs = np.frombuffer(ctypes.string_at(at, 12 * arguments.num_runs), np.int32).reshape(-1, 3).astype(int)
-            counts = np.diff([*runs[:, 2].tolist(), arguments.num_blocks])
-            if any(int(row[name]) % int(row["unit"]) for name in ("device", "host", "dp", "hp", "bytes")):
-                raise Refused(716)
-            sides = {"device": int(row["dp"]), "host": int(row["hp"])}
-            names = ("device", "host") if arguments.to_device else ("host", "device")
-            for (source, target, _), blocks in zip(runs.tolist(), counts.tolist(), strict=True):
-                to, of = (
-                    self._rows_of(int(row[name]) + slot * sides[name], blocks, int(row["bytes"]), sides[name])
-                    for name, slot in zip(names, (target, source), strict=True)
-                )
-                to[:] = of
-        except Refused as refused:
-            self.fault(refused.status, f"the kernel: CUDA error {refused.status} at row {number}")
+        (row,) = self._table(arguments.rows + number * ROW.itemsize, ROW, 1)
+        runs = self._table(arguments.runs, np.dtype("3i4"), arguments.num_runs).tolist()
+        if any(int(row[name]) % int(row["unit"]) for name in ("device", "host", "dp", "hp", "bytes")):
+            raise Refused(MISALIGNED)
+        sides = [(int(row["device"]), int(row["dp"])), (int(row["host"]), int(row["hp"]))]
+        sides = sides if arguments.to_device else sides[::-1]
+        ends = [*(first for _, _, first in runs[1:]), arguments.num_blocks]
+        for (source, target, first), end in zip(runs, ends, strict=True):
+            to, of = (
+                self._rows_of(place + slot * pitch, end - first, int(row["bytes"]), pitch)
+                for (place, pitch), slot in zip(sides, (target, source), strict=True)
+            )
+            to[:] = of
+
+    def _table(self, address: int, of: np.dtype, length: int) -> Any:
+        nbytes = of.itemsize * length
+        return np.frombuffer(ctypes.string_at(self.place(address, nbytes, by_kernel=True), nbytes), of)
 
     def _rows_of(self, address: int, blocks: int, nbytes: int, pitch: int) -> Any:
         span = (blocks - 1) * pitch + nbytes
-        place = self.for_kernel(address, span)
+        place = self.place(address, span, by_kernel=True)
         flat = np.frombuffer((ctypes.c_uint8 * span).from_address(place), np.uint8)
         return np.lib.stride_tricks.as_strided(flat, (blocks, nbytes), (pitch, 1))
 
     # ---- streams and events
 
-    def cuStreamCreate(self, flags: int) -> int:
+    def cuStreamCreate(self, flags: U) -> P:
         handle = next(self._handles)
         self._streams[handle] = _Stream(flags == 0)
         self.log.append(("stream", handle, "non-blocking" if flags else "blocking"))
         return handle
 
-    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
+    def cuStreamWaitEvent(self, stream: P, event: P, flags: U) -> None:
         self.log.append(("wait", stream, event))
         awaited, point = self._events[event], self._events[event].recorded
         self.push(stream, lambda: awaited.ended >= point)
 
-    def cuStreamSynchronize(self, stream: int) -> None:
-        while self._streams[stream].queue and not self.broken:
-            assert self.tick(), "streams wait for each other for ever"
-        if self.broken:
-            raise Refused(self.broken)
+    def cuStreamSynchronize(self, stream: P) -> None:
+        self._run_until(lambda: not self._streams[stream].queue)
 
-    def cuEventCreate(self, flags: int) -> int:
+    def cuEventCreate(self, flags: U) -> P:
         handle = next(self._handles)
         self._events[handle] = _Event(flags & 2 == 0)
         return handle
 
-    def cuEventRecord(self, event: int, stream: int) -> None:
+    def cuEventRecord(self, event: P, stream: P) -> None:
         made = self._events[event]
         self.log.append(("record", stream, event, "timed" if made.is_timed else "untimed"))
         made.recorded += 1
@@ -500,62 +457,48 @@ class FakeGpu:
 
         self.push(stream, step)
 
-    def cuEventQuery(self, event: int) -> None:
-        self._let_pass()
-        if self.broken:
-            raise Refused(self.broken)
-        if self._events[event].ended < self._events[event].recorded:
-            raise Refused(NOT_READY)
+    def cuEventQuery(self, event: P) -> None:
+        for _ in range(self.random.randrange(4) if self.progress_on_query else 0):
+            self.tick()
+        if self.broken or self._events[event].ended < self._events[event].recorded:
+            raise Refused(self.broken or NOT_READY)
 
-    def cuEventSynchronize(self, event: int) -> None:
-        while self._events[event].ended < self._events[event].recorded and not self.broken:
-            assert self.tick(), "streams wait for each other for ever"
-        if self.broken:
-            raise Refused(self.broken)
-
-    def cuEventElapsedTime(self, start: int, end: int) -> float:
+    def cuEventElapsedTime(self, start: P, end: P) -> c_float:
         assert self._events[start].is_timed
         assert self._events[end].is_timed
         return (self._events[end].time - self._events[start].time) / 1e6
 
-    def _let_pass(self) -> None:
-        for _ in range(self.random.randrange(4) if self.progress_on_query else 0):
-            self.tick()
-
     # ---- GPUs and other processes
 
-    def cuDriverGetVersion(self) -> int:
+    def cuDriverGetVersion(self) -> N:
         return 12080
 
-    def cuDeviceGet(self, ordinal: int) -> int:
+    def cuDeviceGet(self, ordinal: N) -> N:
         return 100 + ordinal
 
-    def cuDeviceGetCount(self) -> int:
+    def cuDeviceGetCount(self) -> N:
         return 1
 
-    def cuDeviceGetUuid(self, gpu: int) -> bytes:
+    def cuDeviceGetUuid(self, gpu: N) -> UUID_BYTES:
         return UUID
 
-    def cuPointerGetAttribute(self, attribute: int, address: int) -> int:
+    def cuPointerGetAttribute(self, attribute: N, address: P) -> N:
         assert attribute == 9, "the GPU's number"
-        self.on_device(address, 1)
+        self.place(address, 1, by_kernel=True)
         return 0
 
-    def _allocation(self, address: int) -> tuple[int, _Memory]:
-        """That other processes can map."""
-        for start, memory in self._memory.items():
-            if memory.file >= 0 and start <= address - ON_DEVICE < start + memory.size:
-                return start, memory
-        raise Refused(INVALID)
+    def cuMemGetAddressRange(self, address: P) -> (P, Z):
+        """Of memory that other processes can map."""
+        start = _start_of(self._sizes(self._memory), address - ON_DEVICE)
+        if start is None or self._memory[start].file < 0:
+            raise Refused(INVALID)
+        return start + ON_DEVICE, self._memory[start].size
 
-    def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
-        start, memory = self._allocation(address)
-        return start + ON_DEVICE, memory.size
+    def cuIpcGetMemHandle(self, address: P) -> HANDLE:
+        start, _size = self.cuMemGetAddressRange(address)
+        return struct.pack("64s", f"/proc/{os.getpid()}/fd/{self._memory[start - ON_DEVICE].file}".encode())
 
-    def cuIpcGetMemHandle(self, address: int) -> bytes:
-        return struct.pack("64s", f"/proc/{os.getpid()}/fd/{self._allocation(address)[1].file}".encode())
-
-    def cuIpcOpenMemHandle(self, handle: bytes, flags: int) -> int:
+    def cuIpcOpenMemHandle(self, handle: HANDLE, flags: U) -> P:
         assert flags == 1, "peer access"
         try:
             file = os.open(handle.rstrip(b"\0").decode(), os.O_RDWR)
@@ -563,7 +506,7 @@ class FakeGpu:
             raise Refused(INVALID) from None
         return self._map(file, self._mapped)
 
-    def cuIpcCloseMemHandle(self, address: int) -> None:
+    def cuIpcCloseMemHandle(self, address: P) -> None:
         os.close(self._mapped.pop(address - ON_DEVICE).file)
 
 
