@@ -8,8 +8,10 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter, deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from fastdeploy_kvcache_v1.errors import PoolInUseError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches
@@ -37,19 +39,18 @@ class Queue:
 
     def __init__(self) -> None:
         self.batch: bytes | None = None
-        self.breaks = ""
 
     def exist_tasks(self) -> bool:
         return self.batch is not None
 
-    def put_tasks(self, tasks: Any) -> None:
+    def put_tasks(self, tasks: Any, lost: str = "") -> None:
         if self.batch is not None:
             raise WrongError("the queue would wait for the worker")
-        if self.breaks == "lost in put":
-            raise LostError(self.breaks)
+        if lost == "lost in put":
+            raise LostError(lost)
         self.batch = pickle.dumps(list(tasks[0]))
-        if self.breaks == "lost after put":
-            raise LostError(self.breaks)
+        if lost == "lost after put":
+            raise LostError(lost)
 
 
 class FastDeployHost:
@@ -113,11 +114,8 @@ class FastDeployHost:
                 raise LostError("lost in schedule")
             return tokens
 
-        self.manager._get_num_new_tokens = raising
-        try:
+        with patch.object(self.manager, "_get_num_new_tokens", raising):
             tasks, errors = self.manager.schedule()
-        finally:
-            del self.manager._get_num_new_tokens
         assert not errors, errors
         return tasks
 
@@ -125,11 +123,7 @@ class FastDeployHost:
         self.batch = tuple(self._name(tasks))
         if lost == "lost before put":
             raise LostError(lost)
-        self.queue.breaks = lost
-        try:
-            patches.put_tasks(self.queue.put_tasks, self.queue, ((tasks, len(tasks)),), {})
-        finally:
-            self.queue.breaks = ""
+        patches.put_tasks(partial(self.queue.put_tasks, lost=lost), self.queue, ((tasks, len(tasks)),), {})
 
     def _name(self, tasks: Any) -> Any:
         """Whose rows they end: FastDeploy's tasks tell ids, which come again, and 2.5 tells of some that have ended."""

@@ -171,8 +171,9 @@ class ResourceManager:
 
     def _make_room(self, blocks: int, task: Task, preempted: list[Task], batch: list[Any]) -> bool:
         while not self.cache_manager.can_allocate_gpu_blocks(blocks):
-            victim = self._victim()
-            if victim is None:
+            # 2.6 preempts what decodes, 2.5 anything; both the last one
+            may_go = (each for each in reversed(self.running) if not self.is_26 or each.status is Status.RUNNING_DECODE)
+            if (victim := next(may_go, None)) is None:
                 return False
             self.running = [each for each in self.running if each is not victim]
             preempted.append(victim)
@@ -181,13 +182,6 @@ class ResourceManager:
             if victim is task:
                 return False
         return True
-
-    def _victim(self) -> Task | None:
-        """2.6 preempts what decodes, 2.5 anything; both the last one."""
-        for task in reversed(self.running):
-            if not self.is_26 or task.status is Status.RUNNING_DECODE:
-                return task
-        return None
 
     def preempted_all(self) -> Any:
         return [self._preempt(self.running.pop()) for _ in range(len(self.running))]
