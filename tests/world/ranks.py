@@ -156,9 +156,6 @@ class Reports:
     is_idle = True
     """The engine may be idle before it hears of all."""
 
-    def check_idle(self) -> None:
-        pass
-
     def take(self) -> CopyNews:
         if not self._arrived:
             return NO_NEWS

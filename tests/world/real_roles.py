@@ -75,6 +75,8 @@ class RoleWorker(Worker):
 
 
 class Prefill(RealHost):
+    role = "prefill"
+
     def task(self, request: Request) -> Any:
         task = super().task(request)
         task.max_tokens, task.eos_token_ids = 1, [END]
@@ -97,6 +99,8 @@ class Prefill(RealHost):
 
 
 class Decode(RealHost):
+    role = "decode"
+
     def take(self, rng: random.Random) -> None:
         if not self.world.faults.strike("late batch", rng):
             super().take(rng)
@@ -117,9 +121,10 @@ class RealRoles(Between):
         self.world, self.worker = world, self
         self.block_size = decode.block_size
         self.count: Counter[str] = Counter()
-        for host in (prefill, decode):
+        self.hosts = prefill, decode
+        for host in self.hosts:
             host.count, host.news, host.rank = self.count, [], host.worker.ranks[0]
-        self.pausing = ""
+        self.pausing: RealHost | None = None
         self._line: deque[Request] = deque()
         self._asking: list[Any] = []
         self.computed: dict[str, tuple[Any, int]] = {}
@@ -167,7 +172,7 @@ class RealRoles(Between):
     # ---- prefill gives a request its blocks, and asks decode for room
 
     def bring(self, rng: random.Random) -> None:
-        if self._line and self.pausing != "prefill":
+        if self._line and self.pausing is not self.prefill:
             task = self.prefill.task(self._line[0])
             if self.prefill.manager.preallocate_resource_in_p(task):
                 self._line.popleft()
@@ -179,7 +184,7 @@ class RealRoles(Between):
         dies, times = strike("lease breaks", rng), 1 + strike("message comes twice", rng)
         if task is None:
             return
-        if self.pausing == "prefill":
+        if self.pausing is self.prefill:
             self._refuse(task, 502)
             return
         granted = [self._preallocate(task) for _ in range(times)][-1]
@@ -277,19 +282,15 @@ class RealRoles(Between):
     # ---- administration
 
     def pause(self, rng: random.Random) -> None:
-        role = rng.choice(["prefill", "decode"])
+        host = rng.choice(self.hosts)
         if not self.pausing:
-            self.pausing = role
-            self._paused.cache_manager.gate.close()
-
-    @property
-    def _paused(self) -> RealHost:
-        return self.prefill if self.pausing == "prefill" else self.decode
+            self.pausing = host
+            host.cache_manager.gate.close()
 
     def go_on_pausing(self, rng: random.Random) -> None:
-        if not self.pausing:
+        host = self.pausing
+        if not host:
             return
-        host = self._paused
         cache = host.cache_manager
         cache.end(host.manager)
         if host is self.decode:
@@ -300,17 +301,16 @@ class RealRoles(Between):
         if len(cache.gpu_free_block_list) != cache.num_gpu_blocks:
             raise WrongError("a reset leaves blocks in use")
         cache.gate.open()
-        self.count[f"paused {self.pausing}"] += 1
-        self.pausing = ""
+        self.count[f"paused {host.role}"] += 1
+        self.pausing = None
 
     # ---- laws
 
     @property
     def events(self) -> list[Any]:
-        hosts = self.prefill, self.decode
         steps = {"schedule": 16, "take": 12, "run": 14, "take_tokens": 16}
-        both = [(weight, getattr(host, name)) for host in hosts for name, weight in steps.items()]
-        both += [(16, host.worker.run_devices) for host in hosts]
+        both = [(weight, getattr(host, name)) for host in self.hosts for name, weight in steps.items()]
+        both += [(16, host.worker.run_devices) for host in self.hosts]
         ours = (self.bring, self.ask, self.scribble, self.arrive, self.tell, self.hear)
         return [*both, *((16, each) for each in ours), (40, self.turn), (5, self.go_on_pausing), (0.5, self.pause)]
 
@@ -319,23 +319,22 @@ class RealRoles(Between):
             part(rng)
 
     def check(self) -> None:
-        self.prefill.check()
-        self.decode.check()
+        for host in self.hosts:
+            host.check()
 
     @property
     def progress(self) -> Any:
-        hosts = self.prefill, self.decode
-        return len(self.world.clients.requests), *(each.worker.num_passes for each in hosts), len(self._messages)
+        passes = (each.worker.num_passes for each in self.hosts)
+        return len(self.world.clients.requests), *passes, len(self._messages)
 
     @property
     def is_idle(self) -> bool:
         on_its_way = self._line or self._asking or self.computed or self._messages or self.fetches or self.pausing
-        hosts = self.prefill, self.decode
-        return not on_its_way and all(each.is_idle and each.worker.is_idle for each in hosts)
+        return not on_its_way and all(each.is_idle and each.worker.is_idle for each in self.hosts)
 
     def check_idle(self) -> None:
         self.decode.cache_manager.check_idle()
-        for host in (self.prefill, self.decode):
+        for host in self.hosts:
             host.check_idle()
 
     def free_stuck(self) -> bool:
@@ -346,10 +345,11 @@ def roles(world: Any, rng: random.Random) -> None:
     block_size = rng.choice([2, 4])
     world.clients = Clients(world, block_size=block_size, kinds=8)
     host = partial(make_server, world, rng, block_size)
-    world.host = RealRoles(world, host("prefill", Prefill), host("decode", Decode))
+    world.host = RealRoles(world, host(Prefill), host(Decode))
 
 
-def make_server(world: Any, rng: random.Random, block_size: int, role: str, kind: Any) -> Any:
+def make_server(world: Any, rng: random.Random, block_size: int, kind: Any) -> Any:
+    role = kind.role
     device = world.size(f"{role} device", rng.randrange(LEAST, 40), LEAST)
     host, reports = world.size(f"{role} host", rng.choice([0, 20, 60]), 0), Reports(world)
     manager = make_manager(

@@ -112,6 +112,8 @@ def make_store(
     make = AttentionStoreTier if settings.uses_device_tier else StorageTier
     store.tier = make(manager, settings, name, store, clock=world.clock, passes=passes)
     world.others.append(store)
+    if settings.flush_only:
+        world.last_checks.append(store.check_idle)
     return store
 
 

@@ -139,9 +139,6 @@ class Store:
     def is_idle(self) -> bool:
         return not any(self.calls.values()) and (self.tier is None or self.tier.is_idle)
 
-    def check_idle(self) -> None:
-        pass
-
     def answer(self, rng: random.Random) -> None:
         """One command."""
         strike = self._world.faults.strike
@@ -167,11 +164,6 @@ class Store:
                 self._spoil(slots)
             elif not all(_equal(self._read(slot), value) for slot, value in zip(slots, values, strict=True)):
                 raise WrongError(f"slots {slots} changed while the store reads them")
-
-    def _goes_on(self, slots: Sequence[int], values: list[Value] | None) -> float:
-        """Returns for how long."""
-        self._late.append((self._world.clock() + LATE_S, slots, values))
-        return LATE_S
 
     def _read(self, slot: int) -> Value:
         return [memory.read(slot) for memory in self._memories]
@@ -205,23 +197,21 @@ class Store:
             memory.refilled(call.slots[: len(values)])
         error, quiet_after, count = "connection reset" if fails else None, 0.0, len(values)
         if fails and self.goes_on and cut < 0.7:
-            quiet_after, count = self._goes_on(call.slots, None), 0
+            self._late.append((self._world.clock() + LATE_S, call.slots, None))
+            quiet_after, count = LATE_S, 0
         return [LoadDone(call.name, rank, count, wrong, 0, 0.01, error, quiet_after) for rank in range(self.num_ranks)]
 
     def _store(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
-        values = [self._read(slot) for slot in call.slots]
-        if fails or wrong:
-            return self._failed(call, values)
-        for name, slot, value in zip(call.path[call.first :], call.slots, values, strict=True):
+        fails, values = fails or wrong, [self._read(slot) for slot in call.slots]
+        if fails and self.goes_on:
+            self._late.append((self._world.clock() + LATE_S, call.slots, values))
+        for name, slot, value in () if fails else zip(call.path[call.first :], call.slots, values, strict=True):
             if not _equal(self.values.setdefault(name, value), value):
                 raise WrongError(f"slot {slot} is stored under the name of another block")
-        return [self._done(call, rank) for rank in range(self.num_ranks)]
+        return [self._stored_on(rank, call, fails) for rank in range(self.num_ranks)]
 
-    def _failed(self, call: Call, values: list[Value]) -> list[Any]:
-        return [StoreDone(call.name, rank, len(values), error="disk full") for rank in range(self.num_ranks)]
-
-    def _done(self, call: Call, rank: int) -> Any:
-        return StoreDone(call.name, rank, len(call.slots))
+    def _stored_on(self, rank: int, call: Call, fails: bool) -> Any:
+        return StoreDone(call.name, rank, len(call.slots), error="disk full" if fails else None)
 
 
 class TokenStore(Store):
@@ -248,11 +238,9 @@ class TokenStore(Store):
                 if not (read if call.kind == "load" else written).isdisjoint(call.slots):
                     raise WrongError(f"a pass still runs in slots that {call} is about")
 
-    def _failed(self, call: Call, values: list[Value]) -> list[Any]:
-        after = self._goes_on(call.slots, values)
-        return [WriteDone(call.name, rank, 0, error="disk full", quiet_after_s=after) for rank in range(self.num_ranks)]
-
-    def _done(self, call: Call, rank: int) -> Any:
+    def _stored_on(self, rank: int, call: Call, fails: bool) -> Any:
+        if fails:
+            return WriteDone(call.name, rank, 0, error="disk full", quiet_after_s=LATE_S)
         return WriteDone(call.name, rank, len(call.slots), num_stored=len(call.slots))
 
     def _state(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:

@@ -65,9 +65,6 @@ class Updater:
     def is_idle(self) -> bool:
         return self._is(NORMAL, self._weights, self._tree)
 
-    def check_idle(self) -> None:
-        """An update that has ended leaves nothing."""
-
     def _go_on(self, process: Iterator[None], rng: random.Random) -> None:
         self._rng = rng
         next(process)

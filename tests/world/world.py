@@ -42,7 +42,9 @@ class World:
         self.sizes: dict[str, int] = {}
         self.ticket = -1
         self.others: list[Any] = []
-        """Further actors: `events`, `is_idle`, `check_idle`."""
+        """Further actors: `events`, `is_idle`."""
+        self.last_checks: list[Any] = []
+        """When all is idle."""
         self.clients: Clients
         self.host: Any
         SCENARIOS[run.scenario](self, self.source("scenario"))
@@ -120,8 +122,8 @@ class World:
         else:
             raise WrongError(f"it does not end: {self.describe()}")
         self.check()
-        for actor in (self.host, *self.others):
-            actor.check_idle()
+        for check in (self.host.check_idle, *self.last_checks):
+            check()
 
     @property
     def _is_idle(self) -> bool:
