@@ -219,12 +219,12 @@ class Engine:
 
 
 class EmbeddedHost:
-    """What clients and the world see of a server."""
+    """What clients and the world see of a server, and of those that help it."""
 
     pausing = ""
 
-    def __init__(self, world: Any, engine: Engine) -> None:
-        self.world, self.engine, self.worker = world, engine, engine
+    def __init__(self, world: Any, engine: Engine, *others: Engine) -> None:
+        self.world, self.engine, self.worker, self.engines = world, engine, engine, (engine, *others)
         self.block_size = engine.block_size
         self.count: Counter[str] = Counter()
         self.live: dict[str, Request] = {}
@@ -271,23 +271,25 @@ class EmbeddedHost:
 
     @property
     def events(self) -> list[Any]:
-        return self.engine.events
+        return [event for engine in self.engines for event in engine.events]
 
     @property
     def progress(self) -> Any:
-        return self.engine.core.counters.steps, sum(self.world.clients.num_ended.values())
+        steps = [engine.core.counters.steps for engine in self.engines]
+        return steps, sum(self.world.clients.num_ended.values())
 
     @property
     def is_idle(self) -> bool:
-        return not self.live
+        return not self.live and all(engine.is_idle for engine in self.engines)
 
     def free_stuck(self) -> bool:
         return False
 
     def check(self) -> None:
-        self.engine.core.check()
+        for engine in self.engines:
+            engine.core.check()
 
     def check_idle(self) -> None:
-        if not self.engine.core.check()["idle"]:
-            raise WrongError("the engine is not idle")
+        if not all(engine.core.check()["idle"] for engine in self.engines):
+            raise WrongError("an engine is not idle")
         self.count["swapped in"] = self.engine.manager.stats().counters.swap_in_blocks

@@ -152,7 +152,7 @@ class Roles(EmbeddedHost, Between):
 
     def __init__(self, world: Any, prefill: Engine, decode: Engine, num_ranks: int) -> None:
         """`num_ranks`: of each, which report for themselves."""
-        EmbeddedHost.__init__(self, world, decode)
+        EmbeddedHost.__init__(self, world, decode, prefill)
         Between.__init__(self, prefill, decode, num_ranks)
         self._asked: dict[str, tuple[PrefillJob, Request]] = {}
         """Jobs on their way."""
@@ -171,7 +171,7 @@ class Roles(EmbeddedHost, Between):
 
     @property
     def events(self) -> list[Any]:
-        return [*self.decode.events, *self.prefill.events, (30, self.between)]
+        return [*super().events, (30, self.between)]
 
     def between(self, rng: random.Random) -> None:
         """Some of what is on its way arrives."""
@@ -226,18 +226,9 @@ class Roles(EmbeddedHost, Between):
     # ---- the end
 
     @property
-    def progress(self) -> Any:
-        return super().progress, self.prefill.core.counters.steps, len(self._asked), len(self._awaited)
-
-    @property
     def is_idle(self) -> bool:
-        return super().is_idle and self.prefill.is_idle and not (self._asked or self._awaited or self.fetches)
-
-    def check(self) -> None:
-        super().check()
-        self.prefill.core.check()
+        return super().is_idle and not (self._asked or self._awaited or self.fetches)
 
     def check_idle(self) -> None:
         super().check_idle()
-        assert self.prefill.core.check()["idle"]
         assert not self.leases
