@@ -11,7 +11,7 @@ class Scene(Quiet):
         super().__init__(size)
         self.manager, cache.reports = manager, self.reports
         sizes = {"blocks": cache.num_gpu_blocks, "host_blocks": cache.num_cpu_blocks, "block_size": size}
-        self.host = RealHost(self, manager, make_worker(self, self.reports, [None], **sizes))
+        self.host = RealHost(self, manager, make_worker(self, self.reports, **sizes))
 
     def add(self, *given):
         task = super().add(*given)

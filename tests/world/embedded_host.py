@@ -41,15 +41,12 @@ class EngineRank(Tensors):
     """The worker: its only rank, which keeps nothing of a request but what its model computes."""
 
     def __init__(
-        self, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags, memory: Any = None,
-        drafts: bool = False,
+        self, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
+        on_device: bool = False, drafts: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(0, device, blocks=blocks, block_size=block_size, tags=tags)
+        super().__init__(0, device, blocks=blocks, block_size=block_size, tags=tags, on_device=on_device)
         self.controller = CacheController(SimpleNamespace(layout=self.layout), runtime=device)
         self.controller.attach_kv_cache(self.by_name, blocks, host_blocks)
-        if memory is not None:
-            memory.rank = self
-            memory.use(self.controller)
         self.runner = StepRunner(
             self._forward, self.controller, self.layers, block_size=block_size,
             guess=self._guess if drafts else None,

@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import NO_NEWS, CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
-from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferReport
+from fastdeploy_kvcache_v1.metadata import TransferReport
 
 from .memory import GARBAGE, UNWRITTEN, Prefix, Tags, WrongError
 from .store import RankMemory
@@ -45,27 +45,21 @@ class Row:
         """Tokens in all."""
 
 
-class Tensors:
+class Tensors(RankMemory):
     """Of one rank, and its model in tags."""
 
-    controller: Any
-    """None where nothing is copied."""
-
-    def __init__(self, number: int, device: VirtualDevice, *, blocks: int, block_size: int, tags: Tags) -> None:
+    def __init__(
+        self, number: int, device: VirtualDevice, *, blocks: int, block_size: int, tags: Tags, on_device: bool
+    ) -> None:
+        super().__init__(on_device=on_device)
         self.number, self.device, self.tags, self.block_size = number, device, tags, block_size
         self.layers = [np.full((blocks, block_size), UNWRITTEN, np.int64) for _ in range(LAYERS)]
         self.layout = CacheLayout(LAYERS, (RoleSpec("key", (1, block_size, 2), "float32"),))
         self.using: deque[tuple[set[int], set[int]]] = deque()
-        """Slots that are read, and written, by passes that have not ended."""
 
     @property
     def by_name(self) -> dict[str, Any]:
         return {str(number): layer for number, layer in enumerate(self.layers)}
-
-    def refilled(self, slots: Sequence[int]) -> None:
-        """From outside."""
-        if self.controller is not None:
-            self.controller.transfers.refilled(slots, CacheLevel.DEVICE)
 
     def _use(self, plan: Sequence[tuple[Row, Any, Any, int]]) -> None:
         """Until the device gets to `using.popleft`."""
@@ -107,15 +101,14 @@ class Rank(Tensors):
 
     def __init__(
         self, number: int, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
-        tell: Callable[[int, TransferReport], None], clock: Callable[[], float], storage: RankMemory | None = None,
+        tell: Callable[[int, TransferReport], None], clock: Callable[[], float], backend: str = "",
     ) -> None:  # fmt: skip
-        super().__init__(number, device, blocks=blocks, block_size=block_size, tags=tags)
+        on_device = backend == "attention_store"
+        super().__init__(number, device, blocks=blocks, block_size=block_size, tags=tags, on_device=on_device)
         self.cache = WorkerCache(
-            num_host_blocks=host_blocks, block_size=block_size, make_runtime=lambda: device, storage=storage,
-            tell_copies=partial(tell, number), clock=clock, keep_host_memory=True,
+            num_host_blocks=host_blocks, block_size=block_size, make_runtime=lambda: device,
+            storage=self if backend else None, tell_copies=partial(tell, number), clock=clock, keep_host_memory=True,
         )  # fmt: skip
-        if storage is not None:
-            storage.rank = self
         self.cache.register(MAIN, self.layout, self.by_name, blocks)
         self.controller = self.cache._controller
 

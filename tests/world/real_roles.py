@@ -359,7 +359,7 @@ def make_server(world: Any, rng: random.Random, block_size: int, kind: Any) -> A
     manager.cache_manager.reports = reports
     world.others.append(reports)
     sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
-    return kind(world, manager, make_worker(world, reports, [None], kind=RoleWorker, **sizes))
+    return kind(world, manager, make_worker(world, reports, kind=RoleWorker, **sizes))
 
 
 SCENARIOS["real roles"] = roles

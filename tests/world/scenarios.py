@@ -28,7 +28,7 @@ from .fastdeploy_host import LEAST_BLOCKS, FastDeployHost
 from .ranks import Rank, Reports, Worker
 from .resource_manager import EngineCache, ResourceManager
 from .roles import HERE, Roles
-from .store import Index, RankMemory, Store, TokenStore
+from .store import Index, Store, TokenStore
 from .streams import VirtualDevice
 from .weight_updates import Updater
 
@@ -49,8 +49,7 @@ def fastdeploy(
         min(guess, device), host, block_size, policy, threshold, eviction_policy=order, shared_prefill_tokens=shared
     )
     sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
-    memories = [RankMemory(on_device=backend == "attention_store") if backend else None for _ in range(ranks)]
-    worker = make_worker(world, reports, memories, **sizes)
+    worker = make_worker(world, reports, ranks, backend=backend, **sizes)
     world.clients = Clients(world, block_size=block_size, most=3 * seats, images=rng.random() < 0.3)
     if make is None:
         cache = EngineCache(config, reports=reports)
@@ -61,19 +60,19 @@ def fastdeploy(
         world.host = make(world, rng, worker, reports, config, device, seats=seats, max_tokens=budget, backend=backend)
     world.others = [reports]
     if backend:
-        add_store(world, rng, backend, world.host.cache_manager, memories)
+        add_store(world, rng, backend, world.host.cache_manager, worker.ranks)
 
 
 def make_worker(
-    world: Any, reports: Reports, memories: Sequence[Any], kind: type[Worker] = Worker, **sizes: int
+    world: Any, reports: Reports, num_ranks: int = 1, kind: type[Worker] = Worker, **options: Any
 ) -> Worker:
     copies = failing(world, "", {"kv-output": "host"})
     ranks = [
         Rank(
-            number, VirtualDevice(world.clock, copies), tags=world.tags, tell=reports.tell, storage=memory,
-            clock=world.clock, **sizes,
+            number, VirtualDevice(world.clock, copies), tags=world.tags, tell=reports.tell, clock=world.clock,
+            **options,
         )
-        for number, memory in enumerate(memories)
+        for number in range(num_ranks)
     ]  # fmt: skip
     return kind(ranks, world.root)
 
@@ -94,21 +93,21 @@ def updating(world: Any, rng: random.Random, *, make: Callable[..., None], **opt
     world.others.append(updater)
 
 
-def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, memories: Sequence[Any]) -> None:
+def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, ranks: Sequence[Rank]) -> None:
     settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
-    passes = RankPasses(len(memories), world.clock) if settings.uses_device_tier else None
-    store = make_store(world, settings, memories, cache.manager, None, passes)
+    passes = RankPasses(len(ranks), world.clock) if settings.uses_device_tier else None
+    store = make_store(world, settings, ranks, cache.manager, None, passes)
     storage = EngineStorage(store.tier, store, lock=cache._lock, find_namespace=namespace, passes=passes)
     cache.use_storage(storage)
     storage.start(run=lambda find: find())
 
 
 def make_store(
-    world: Any, settings: StorageSettings, memories: Sequence[Any], manager: CacheManager, name: Any, passes: Any = None
+    world: Any, settings: StorageSettings, ranks: Sequence[Any], manager: CacheManager, name: Any, passes: Any = None
 ) -> Store:
     """With its tier."""
     kind = Index if settings.flush_only else TokenStore if settings.uses_device_tier else Store
-    store = kind(world, memories)
+    store = kind(world, ranks)
     make = AttentionStoreTier if settings.uses_device_tier else StorageTier
     store.tier = make(manager, settings, name, store, clock=world.clock, passes=passes)
     world.others.append(store)
@@ -142,12 +141,12 @@ def make_engine(
     device = world.size(f"{of}device", rng.randrange(16, 28), LEAST_BLOCKS)
     host = world.size(f"{of}host", rng.choice([8, 20, 60] if backend == "file" else [0, 8, 20, 60]), 0)
     policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
-    shared, flush_only, memory, store = rng.choice([0, block_size, 256]), False, None, None
+    shared, flush_only, on_device, store = rng.choice([0, block_size, 256]), False, False, None
     if backend:
         settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
         flush_only = backend == "attention_store" and rng.random() < 0.3
         settings = replace(settings, flush_only=flush_only)
-        memory = RankMemory(on_device=settings.uses_device_tier)
+        on_device = settings.uses_device_tier
     config = KVCacheConfig(
         device, host, block_size, policy, threshold, shared_prefill_tokens=shared,
         max_queued_events=10**6 if flush_only else 0,
@@ -156,10 +155,10 @@ def make_engine(
     copies = failing(world, of, {"kv-output": "host", "kv-input": "device"})
     rank = EngineRank(
         VirtualDevice(world.clock, copies), blocks=device, host_blocks=host, block_size=block_size,
-        tags=world.tags, memory=memory, drafts=bool(world.size(f"{of}drafts", rng.choice([0, 1]), 0)),
+        tags=world.tags, on_device=on_device, drafts=bool(world.size(f"{of}drafts", rng.choice([0, 1]), 0)),
     )  # fmt: skip
     if backend:
-        store = make_store(world, settings, [memory], manager, namespace())
+        store = make_store(world, settings, [rank], manager, namespace())
         store.namespace, store.values = namespace().digest, store.values if values is None else values
     tier = None if store is None else store.tier
     engine = Engine(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0, 100.0]), **options)

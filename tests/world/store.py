@@ -45,35 +45,40 @@ class Call(NamedTuple):
 
 
 class RankMemory(RankStorage):
-    """The slots of one rank that the store reads and fills."""
+    """The tiers of one rank, one of which a store reads and fills."""
+
+    controller: Any = None
+    """None where nothing is copied."""
+    using: Iterable[tuple[set[int], set[int]]] = ()
+    """Slots that are read, and written, by passes that have not ended."""
 
     def __init__(self, *, on_device: bool) -> None:
         self.uses_device_tier = on_device
-        self._controller: Any = None
-        self.rank: Any = None
 
     def use(self, controller: Any) -> None:
-        self._controller = controller
+        self.controller = controller
 
     def let_go(self) -> bool:
         return True
 
     def read(self, slot: int) -> Any:
-        return np.stack(self._rows(slot))
+        return np.stack(self._parts(slot))
 
     def fill(self, slot: int, value: Any = None) -> None:
         """With garbage, unless there is a value."""
-        for number, row in enumerate(self._rows(slot)):
+        for number, row in enumerate(self._parts(slot)):
             row[:] = GARBAGE if value is None else value[number]
 
-    def _rows(self, slot: int) -> Sequence[Any]:
+    def _parts(self, slot: int) -> Sequence[Any]:
         """What it holds, part by part."""
         if not self.uses_device_tier:
-            return [self._controller.host_pool.block(slot).view(np.int64)]
-        return [role.array[slot].view(np.int64) for rows in self._controller.transfers.device_rows for role in rows]
+            return [self.controller.host_pool.block(slot).view(np.int64)]
+        return [role.array[slot].view(np.int64) for rows in self.controller.transfers.device_rows for role in rows]
 
-    def refilled(self, slots: Sequence[int]) -> None:
-        self._controller.transfers.refilled(slots, CacheLevel.DEVICE if self.uses_device_tier else CacheLevel.HOST)
+    def refilled(self, slots: Sequence[int], *, on_device: bool) -> None:
+        """From outside."""
+        if self.controller is not None:
+            self.controller.transfers.refilled(slots, CacheLevel.DEVICE if on_device else CacheLevel.HOST)
 
 
 class Store:
@@ -194,7 +199,7 @@ class Store:
             for memory, part in zip(self._memories, value, strict=True):
                 memory.fill(slot, part)
         for memory in self._memories:
-            memory.refilled(call.slots[: len(values)])
+            memory.refilled(call.slots[: len(values)], on_device=memory.uses_device_tier)
         error, quiet_after, count = "connection reset" if fails else None, 0.0, len(values)
         if fails and self.goes_on and cut < 0.7:
             self._late.append((self._world.clock() + LATE_S, call.slots, None))
@@ -234,7 +239,7 @@ class TokenStore(Store):
         """Its slots may be read or filled from now on."""
         super()._begin(call)
         for memory in self._memories:
-            for read, written in memory.rank.using:
+            for read, written in memory.using:
                 if not (read if call.kind == "load" else written).isdisjoint(call.slots):
                     raise WrongError(f"a pass still runs in slots that {call} is about")
 

@@ -79,7 +79,6 @@ class StorageServer:
             )
             memory = world_store.RankMemory(on_device=on_device)
             memory.use(harness.worker.controller)
-            memory.rank = SimpleNamespace(using=())  # no pass runs when the store is sent something
             self.store: Any = (DeviceStore if on_device else HostStore)(world, [memory])
             if stored is not None:
                 self.store.values = stored

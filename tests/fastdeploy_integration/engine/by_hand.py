@@ -10,7 +10,6 @@ from tests.world.fastdeploy_host import FastDeployHost
 from tests.world.quiet import UIDS, Quiet
 from tests.world.resource_manager import Control, EngineCache, Kind, ResourceManager, Status, Task
 from tests.world.scenarios import add_store, make_worker
-from tests.world.store import RankMemory
 
 __all__ = ["Control", "Kind", "Status"]
 
@@ -85,12 +84,12 @@ class Server(Quiet):
     ):
         super().__init__(4)
         cache = EngineCache(KVCacheConfig(device, host, 4, **settings), reports=self.reports)
-        memories = [RankMemory(on_device=backend == "attention_store") if backend else None]
-        worker = make_worker(self, self.reports, memories, blocks=device, host_blocks=host, block_size=4)
+        sizes = {"blocks": device, "host_blocks": host, "block_size": 4}
+        worker = make_worker(self, self.reports, backend=backend, **sizes)
         self.manager = ResourceManager(cache, release=release, seats=seats, budget=budget)
         self.host = FastDeployHost(self, self.manager, worker, is_26=release == 26)
         if backend:
-            add_store(self, SimpleNamespace(choice=lambda _: Prefetch(prefetch)), backend, cache, memories)
+            add_store(self, SimpleNamespace(choice=lambda _: Prefetch(prefetch)), backend, cache, worker.ranks)
             self.store = self.others[0]
             cache.storage.release(self.manager)  # blocks have a name now
 
