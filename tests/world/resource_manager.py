@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -124,8 +123,29 @@ class ResourceManager:
         self.waiting_abort_req_id_set.add(request_id)
 
     def schedule(self) -> Any:
-        wrapper = seats.schedule_with_a_seat if self.is_26 else patches.schedule
-        return wrapper(partial(schedule, self), self, (), {})
+        def schedule() -> tuple[list[Any], list[Any]]:
+            """The name of the function and of two of its variables are what `lost_batches` looks for."""
+            with self.lock:
+                scheduled_reqs: list[Any] = []
+                self.tokens_left = self.budget
+                if self.is_26:
+                    self.tokens_left -= sum(map(self._is_decoding, self.running))
+                preempted, short = self.schedule_running(scheduled_reqs)
+                skip_requests: list[Any] = []
+                while self.waiting and self.tokens_left > 0 and not (preempted or short or self.seats_are_taken()):
+                    task = self.waiting[0]
+                    if task.status is Status.WAITING and self.waiting_async_process(task):
+                        skip_requests.append(self.waiting.popleft())
+                    elif not self.admit(task, scheduled_reqs):
+                        break
+                self.waiting.extend(skip_requests)
+                return scheduled_reqs, []
+
+        return (seats.schedule_with_a_seat if self.is_26 else patches.schedule)(schedule, self, (), {})
+
+    @wrapt.decorator(patches.waiting_async_process)
+    def waiting_async_process(self, task: Task) -> bool:
+        return False
 
     # ---- what runs
 
@@ -311,24 +331,3 @@ class ResourceManager:
         del self.requests[task.request_id]
         self.req_dict.pop(task.request_id, None)
         self.waiting_abort_req_id_set.discard(task.request_id)
-
-
-def schedule(manager: ResourceManager) -> tuple[list[Any], list[Any]]:
-    """The name of the function and of two of its variables are what `lost_batches` looks for."""
-    with manager.lock:
-        scheduled_reqs: list[Any] = []
-        manager.tokens_left = manager.budget
-        if manager.is_26:
-            manager.tokens_left -= sum(manager._is_decoding(each) for each in manager.running)
-        preempted, short = manager.schedule_running(scheduled_reqs)
-        skip_requests: list[Any] = []
-        while manager.waiting and manager.tokens_left > 0 and not preempted and not short:
-            if manager.seats_are_taken():
-                break
-            task = manager.waiting[0]
-            if task.status is Status.WAITING and patches.waiting_async_process(lambda _: False, manager, (task,), {}):
-                skip_requests.append(manager.waiting.popleft())
-            elif not manager.admit(task, scheduled_reqs):
-                break
-        manager.waiting.extend(skip_requests)
-        return scheduled_reqs, []
