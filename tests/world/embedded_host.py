@@ -67,17 +67,12 @@ class EngineRank(Tensors):
         tasks = [self._tasks[id(each.block_table)] for each in slices]
         assert all(task.token_ids for task in tasks), "nothing is computed of a request"
         work = [(self._row(task), task.start, task.start + len(task.token_ids) + len(task.drafts)) for task in tasks]
-        plan, void = [self._places(*each) for each in work], []
-        self._use(plan)
+        void: list[str] = []
         try:
-            for number, layer in enumerate(self.layers):
-                before_layer(number)
-                self.device.compute_stream.submit(self._attend, layer, number, plan, void)
+            self._submit(work, before_layer, void)
         except TransferError:
             void.append("what was submitted reads blocks that did not arrive")
             raise
-        finally:
-            self.device.compute_stream.submit(self.using.popleft)
         for row, _, end in work:
             row.computed = end
         counts = zip(work, (each.num_logits for each in slices), strict=True)

@@ -38,7 +38,6 @@ class Row:
         self.uid, self.prefix = task.uid, prefix
         self.table: list[int] = []
         self.computed = self.target = task.prefill_start_index
-        self.num_tokens = len(prefix.tokens)
         self.own_from = task.prefill_start_index if task.skip_writing_prefix_cache else OWN_NOTHING
         """What it computes from here on nobody else may find."""
         self.limit = len(task.prompt_token_ids) + task.max_tokens
@@ -61,14 +60,23 @@ class Tensors(RankMemory):
     def by_name(self) -> dict[str, Any]:
         return {str(number): layer for number, layer in enumerate(self.layers)}
 
-    def _use(self, plan: Sequence[tuple[Row, Any, Any, int]]) -> None:
-        """Until the device gets to `using.popleft`."""
-        read, written, size = set[int](), set[int](), self.block_size
-        for row, places, _, start in plan:
-            end = -(-len(places) // size)
-            read.update(row.table[:end])
-            written.update(row.table[start // size : end])
+    def _submit(
+        self, work: Sequence[tuple[Row, int, int]], before_layer: Callable[[int], object], void: Sequence[str] = ()
+    ) -> None:
+        """Of each row the positions that a pass computes. `void`: why it computes nothing in the end."""
+        stream, plan, read, written = self.device.compute_stream, [], set[int](), set[int]()
+        for row, start, end in work:
+            plan.append(self._places(row, start, end))
+            blocks = -(-end // self.block_size)
+            read.update(row.table[:blocks])
+            written.update(row.table[start // self.block_size : blocks])
         self.using.append((read, written))
+        try:
+            for number, layer in enumerate(self.layers if work else ()):
+                before_layer(number)
+                stream.submit(self._attend, layer, number, plan, void)
+        finally:
+            stream.submit(self.using.popleft)
 
     def _places(self, row: Row, start: int, end: int) -> tuple[Row, Any, Any, int]:
         positions = np.arange(end)
@@ -78,7 +86,7 @@ class Tensors(RankMemory):
         return row, slots * self.block_size + positions % self.block_size, tags, start
 
     def _attend(self, layer: Any, number: int, plan: Sequence[tuple[Row, Any, Any, int]], void: Sequence[str]) -> None:
-        """`void`: why it computes nothing. It writes in any case: what is computed of garbage is garbage."""
+        """It writes in any case: what is computed of garbage is garbage."""
         flat = layer.reshape(-1)
         for _, places, tags, start in plan:
             flat[places[start:]] = GARBAGE if void else tags[start:] * LAYERS + number
@@ -113,17 +121,10 @@ class Rank(Tensors):
         self.controller = self.cache._controller
 
     def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None], *, is_graph: bool) -> None:
-        """Of each row the positions that the pass computes. A graph waits for all layers at once."""
+        """A graph waits for all layers at once."""
         counter = self.cache.begin_forward(layer_by_layer=not is_graph)
-        plan = [self._places(row, start, end) for row, start, end in work]
-        stream = self.device.compute_stream
-        self._use(plan)
-        for layer in range(LAYERS if work else 0):
-            if counter is not None:
-                counter.wait_for_layer(layer)
-            stream.submit(self._attend, self.layers[layer], layer, plan, ())
-        stream.submit(self.using.popleft)
-        stream.submit(finished)
+        self._submit(work, lambda layer: None if counter is None else counter.wait_for_layer(layer))
+        self.device.compute_stream.submit(finished)
         self.cache.end_forward(is_idle=not work)
 
 
@@ -209,11 +210,11 @@ class Worker:
             if row.computed < row.target <= len(row.table) * self.ranks[0].block_size:
                 work.append((row, row.computed, row.target))
                 row.computed = row.target
-                if row.target == row.num_tokens:
+                if row.target == len(row.prefix.tokens):
                     message[index] = (row.prefix.next_token, row.uid, row.prefix.root)
                     row.prefix.extend([row.prefix.next_token])
-                    row.num_tokens = row.target = row.num_tokens + 1
-                    if row.num_tokens >= row.limit:
+                    row.target += 1
+                    if row.target >= row.limit:
                         del self.rows[index]
         if not work and not message:
             for rank in self.ranks:
