@@ -26,6 +26,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.transfer.rank_messages import TransferNews
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.runtime import Event
 from tests.embedded.random_text import byte_stream
 
 from .chance import pick
@@ -112,8 +113,8 @@ class Engine:
     """One server's engine thread and worker: a batch goes there, and its answer comes back when the device has it."""
 
     def __init__(
-        self, world: Any, manager: CacheManager, rank: EngineRank, *, seats: int, budget: int,
-        storage: Any = None, remote: Any = None, offered: Any = None, pace: float = 1.0,
+        self, world: Any, manager: CacheManager, rank: EngineRank, *, seats: int, budget: int, pace: float = 1.0,
+        **outside: Any,
     ) -> None:  # fmt: skip
         """`pace`: how slowly it believes to compute, and so whether it loads."""
         self.world, self.manager, self.rank = world, manager, rank
@@ -122,11 +123,11 @@ class Engine:
         """With the requests that it names: their names may be those of others when it is taken."""
         self.core = EngineCore(
             manager, self._send, max_num_seqs=seats, max_num_batched_tokens=budget,
-            storage=storage, remote=remote, offered=offered, clock=lambda: world.clock() * pace,
+            clock=lambda: world.clock() * pace, **outside,
         )  # fmt: skip
         self.scheduler = self.core.scheduler
-        self._answer: tuple[BatchRequest, StepResult] | None = None
-        self._has_ended = False
+        self._answer: tuple[BatchRequest, StepResult, Event] | None = None
+        """It is one when the event has happened."""
         self.peers: Any = None
         """Between it and another engine: blocks that one of them reads."""
         self.news: list[tuple[int, TransferNews]] = []
@@ -163,33 +164,25 @@ class Engine:
         """The worker takes the batch and submits all of it."""
         if not self._sent or self._answer is not None:
             return
-        (batch, self.rank.generations), self._has_ended = self._sent.pop(), False
+        batch, self.rank.generations = self._sent.pop()
         self.world.log("batch", *(f"{task.request_id}@{task.start}+{len(task.token_ids)}" for task in batch.requests))
         for command in batch.transfers:
             self.world.log(type(command).__name__, command[0])
             self.peers.handle(command)
-        self._answer = batch, self.rank.run(batch)
-
-        def end() -> None:
-            self._has_ended = True
-
-        self.rank.device.compute_stream.submit(end)
+        self._answer = batch, self.rank.run(batch), self.rank.device.compute_stream.record_event()
 
     def answer(self, rng: random.Random) -> None:
-        if self._answer is not None and self._has_ended:
-            (batch, result), self._answer = self._answer, None
+        if self._answer is not None and self._answer[2].done():
+            (batch, result, _), self._answer = self._answer, None
             if self.peers is not None:
                 self.peers.note_pass(self, batch, result)
             self.core.on_step_result(result)
 
     def report(self, rng: random.Random) -> None:
         """An idle worker tells of its copies."""
-        if (
-            not self.world.faults.strike("late report", rng)
-            and self._answer is None
-            and self.rank.runner.has_open_copies
-        ):
-            self.core.on_report(replace(self.rank.runner.take_report(), exposed_wait_s=0.0))
+        is_late = self.world.faults.strike("late report", rng)
+        if not is_late and self._answer is None and self.rank.runner.has_open_copies:
+            self.core.on_report(self.rank.runner.take_report())
 
     def tell_news(self, rng: random.Random) -> None:
         chosen = pick(self.news, rng.random())
