@@ -70,10 +70,6 @@ class World:
             *(event for other in self.others for event in other.events),
         ]
 
-    def _turns(self) -> list[Any]:
-        """What goes on by itself."""
-        return [event for weight, event in self.events() if weight >= 5 and event != self.clients.add]
-
     def go(self) -> None:
         """Raises what is wrong."""
         try:
@@ -93,24 +89,22 @@ class World:
             self.clock.advance(TURN_S * rng.random())
             event(rng)
             if number % self.run.check_every == 0:
-                self.check()
+                self.host.check()
         self.settle()
-
-    def check(self) -> None:
-        self.host.check()
 
     def settle(self) -> None:
         """Nothing goes wrong any more, and everything ends."""
         self.faults.are_over = True
-        turns = self._turns()
+        by_itself = [event for weight, event in self.events() if weight >= 5 and event != self.clients.add]
         before, since, idle = None, 0, 0
         for turn in range(MOST_TURNS):
             self.ticket = -1 - turn
             rng = self.source(f"turn {turn}")
             self.clock.advance(TURN_S)
-            for event in turns:
+            for event in by_itself:
                 event(rng)
-            idle = idle + 1 if self._is_idle else 0
+            is_idle = all(actor.is_idle for actor in (self.host, self.host.worker, *self.others))
+            idle = idle + 1 if is_idle else 0
             if idle == 4:  # a step behind the last one tells the store
                 break
             since = since + 1 if self.host.progress == before else 0
@@ -121,24 +115,16 @@ class World:
                 since = 0
         else:
             raise WrongError(f"it does not end: {self.describe()}")
-        self.check()
+        self.host.check()
         for check in (self.host.check_idle, *self.last_checks):
             check()
 
-    @property
-    def _is_idle(self) -> bool:
-        return self.host.is_idle and self.host.worker.is_idle and all(other.is_idle for other in self.others)
-
     def describe(self) -> str:
-        lives = [
-            f"{each.request_id}: {len(each.output)} of {each.max_tokens}" for each in self.clients.requests.values()
-        ]
+        requests = self.clients.requests.values()
+        lives = [f"{each.request_id}: {len(each.output)} of {each.max_tokens}" for each in requests]
         return f"live {lives} pausing {self.host.pausing!r}"
 
     def outcome(self) -> tuple[Any, ...]:
         """What two runs of one seed have in common."""
-        return (
-            sorted(self.clients.num_ended.items()),
-            sorted(self.host.count.items()),
-            sorted(self.faults.count.items()),
-        )
+        counts = self.clients.num_ended, self.host.count, self.faults.count
+        return tuple(sorted(each.items()) for each in counts)
