@@ -61,7 +61,8 @@ class Rank:
 
 
 class World:
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, path: Sequence[Event]) -> None:
+        """In which this has happened."""
         sizes = {"num_device_blocks": scope.device, "num_host_blocks": HOST, "block_size": 1}
         self.manager = CacheManager(KVCacheConfig(write_policy=scope.policy, eviction_policy="lru", **sizes))
         self.ranks = Rank(scope), Rank(scope)
@@ -72,6 +73,8 @@ class World:
         """Host slots that a step was the last to fill, on all ranks as far as is known."""
         self.stored: list[tuple[int, str]] = []
         """Host slots that a store reads, and what they hold."""
+        for event in path:
+            self.do(event)
 
     @property
     def pending(self) -> list[int]:
@@ -262,9 +265,8 @@ def search(scope: Scope, depth: int) -> tuple[int, int]:
     for _ in range(depth):
         after: list[tuple[Event, ...]] = []
         for path in level:
-            for event in _replayed(scope, path).events():
-                events += 1
-                world = _replayed(scope, path)
+            for event in list(World(scope, path).events()):
+                events, world = events + 1, World(scope, path)
                 try:
                     world.do(event)
                     world.manager.check()
@@ -277,13 +279,6 @@ def search(scope: Scope, depth: int) -> tuple[int, int]:
                     raise AssertionError(f"{error!r} after: {'; '.join(words)}") from error
         level = after
     return len(seen), events
-
-
-def _replayed(scope: Scope, path: Sequence[Event]) -> World:
-    world = World(scope)
-    for event in path:
-        world.do(event)
-    return world
 
 
 # ---- the text of a state: steps are named by their place
