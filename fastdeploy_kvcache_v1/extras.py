@@ -24,6 +24,7 @@ DEPENDENCIES = {
     "prometheus_client",
     "psutil",
     "pydantic",
+    "pyroaring",
     "rich",
     "safetensors",
     "starlette",

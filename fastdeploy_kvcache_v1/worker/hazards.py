@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import InvariantError
 from .runtime import Event
-from .slot_set import SlotSet
+from .slot_set import NO_SLOTS, SlotSet, slot_set
 
 
 class Actor(enum.Enum):
@@ -59,9 +59,6 @@ class Dependency(NamedTuple):
         return self.event.done() and not (self.needs_data and self.event.error is not None)
 
 
-_NO_SLOT = SlotSet()
-
-
 class _Use:
     """One operation on a stream, and the slots for which it still counts."""
 
@@ -72,7 +69,7 @@ class _Use:
         self.event = event
         self.reads = reads
         self.writes = writes
-        self.given_up = _NO_SLOT
+        self.given_up = NO_SLOTS
         """Those of `writes` that nobody counts on any more."""
 
     def without_data(self) -> SlotSet:
@@ -80,11 +77,9 @@ class _Use:
         return self.writes if self.event.error is not None else self.given_up
 
     def forget(self, slots: SlotSet) -> None:
-        if not slots.isdisjoint(self.reads):  # mostly they are: asking costs a fraction of making new sets
-            self.reads -= slots
-        if not slots.isdisjoint(self.writes):
-            self.writes -= slots
-            self.given_up -= slots
+        self.reads -= slots
+        self.writes -= slots
+        self.given_up -= slots
 
     @property
     def is_empty(self) -> bool:
@@ -111,7 +106,9 @@ class HazardTable:
         self._uses: list[_Use] = []
         """In the order in which they were recorded."""
 
-    def before(self, actor: Actor, *, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> list[Dependency]:
+    def before(
+        self, actor: Actor, *, reads: Iterable[int] = NO_SLOTS, writes: Iterable[int] = NO_SLOTS
+    ) -> list[Dependency]:
         """What a use by `actor` must wait for, each event once.
 
         A slot that is both read and written counts as written: its old content need not be valid. A `SlotSet` costs
@@ -119,27 +116,28 @@ class HazardTable:
         """
         found: dict[int, Dependency] = {}
         with self._lock:
-            for dependency in self._conflicts(actor, SlotSet.of(reads), SlotSet.of(writes)):
+            for dependency in self._conflicts(actor, slot_set(reads), slot_set(writes)):
                 known = found.get(id(dependency.event))
                 if known is None or (dependency.needs_data and not known.needs_data):
                     found[id(dependency.event)] = dependency
             return [dependency for dependency in found.values() if not dependency.is_over]
 
-    def after(self, actor: Actor, event: Event, *, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> None:
+    def after(
+        self, actor: Actor, event: Event, *, reads: Iterable[int] = NO_SLOTS, writes: Iterable[int] = NO_SLOTS
+    ) -> None:
         """Record a use that `before` was asked about and whose stream waits as told."""
-        read, written = SlotSet.of(reads), SlotSet.of(writes)
+        read, written = slot_set(reads), slot_set(writes)
         with self._lock:
             for use in self._uses:
-                if written:
-                    use.forget(written)  # the write has waited for it
-                if use.actor is actor and actor.is_fifo and not use.reads.isdisjoint(read):
+                use.forget(written)  # the write has waited for it
+                if use.actor is actor and actor.is_fifo:
                     use.reads -= read
             self._uses.append(_Use(actor, event, read, written))
             self.prune()
 
     def fail(self, slots: Iterable[int], event: Event) -> None:
         """The write recorded with `event` was given up, though it may still happen: its slots hold no data."""
-        given_up = SlotSet.of(slots)
+        given_up = slot_set(slots)
         with self._lock:
             for use in self._uses:
                 if use.event is event:
@@ -148,18 +146,21 @@ class HazardTable:
     def failed(self, slots: Iterable[int]) -> list[int]:
         """Those of `slots` whose last write failed or was given up."""
         with self._lock:
-            without_data = SlotSet.union(use.without_data() for use in self._uses)
+            without_data = self._without_data()
         return [slot for slot in slots if slot in without_data] if without_data else []
 
     def refilled(self, slots: Iterable[int]) -> None:
         """What is no stream has filled `slots`, after every earlier use of them: a failed write is repaired."""
-        filled = SlotSet.of(slots)
+        filled = slot_set(slots)
         with self._lock:
-            repaired = SlotSet.union(use.without_data() for use in self._uses) & filled
+            repaired = self._without_data() & filled
             if repaired:
                 for use in self._uses:
                     use.forget(repaired)
                 self._drop_empty()
+
+    def _without_data(self) -> SlotSet:
+        return SlotSet.union(NO_SLOTS, *(use.without_data() for use in self._uses))
 
     def prune(self) -> None:
         """Forget finished uses. Runs by itself. A stream is FIFO: behind a use that is not done it is not asked."""
@@ -172,7 +173,7 @@ class HazardTable:
                     if use.actor.is_fifo:
                         busy.add(use.actor)
                 else:  # in this order: a writer that fails meanwhile has to be seen
-                    use.reads, use.writes = _NO_SLOT, use.without_data()
+                    use.reads, use.writes = NO_SLOTS, use.without_data()
             self._drop_empty()
 
     def _drop_empty(self) -> None:
@@ -198,8 +199,8 @@ class HazardTable:
 
     def check(self) -> None:
         """Raises `InvariantError`."""
-        written = _NO_SLOT
-        readers: dict[Actor, SlotSet] = dict.fromkeys(Actor, _NO_SLOT)
+        written = NO_SLOTS
+        readers: dict[Actor, SlotSet] = dict.fromkeys(Actor, NO_SLOTS)
         with self._lock:
             for use in self._uses:
                 # Only slots of this tier are remembered, and only for a use.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, TransferError
 from .runtime import Event, Stream
 from .runtime.base import describe
-from .slot_set import SlotSet
+from .slot_set import NO_SLOTS, SlotSet
 
 
 class LayerDoneCounter:
@@ -23,7 +23,7 @@ class LayerDoneCounter:
         num_layers: int,
         swap_in: Sequence[Event],
         compute_stream: Stream,
-        target_slots: SlotSet = SlotSet(),  # noqa: B008  immutable
+        target_slots: SlotSet = NO_SLOTS,
         *,
         timeout_s: float,
         on_failure: Callable[[str], None] = lambda reason: None,

@@ -14,9 +14,9 @@ from . import ops
 from .hazards import Actor, Dependency, Hazard, HazardTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
-from .ops import CopyRuns, LayerRows
+from .ops import LayerRows
 from .runtime import Event, Runtime, Stream
-from .slot_set import SlotSet
+from .slot_set import SlotSet, slot_set
 from .transfer_record import Transfer
 
 logger = logging.getLogger(__name__)
@@ -72,63 +72,55 @@ class CacheTransferManager:
         """
         if step.step <= self._last_step:
             raise CacheStateError(f"swap step {step.step} came after step {self._last_step}")
-        planned = [(metadata, self._plan(metadata)) for metadata in step.transfers]
+        planned = [self._plan(step.step, metadata) for metadata in step.transfers]
         self._last_step = step.step
         counter: LayerDoneCounter | None = None
-        soon = SlotSet() if overwritten is None else overwritten
-        for metadata, runs in planned:
-            if overwritten is not None and metadata.kind == SWAP_IN:
-                soon |= runs.targets
-        for metadata, runs in planned:
-            if metadata.kind == SWAP_IN:
-                counter = self._counter_of(self._copy(Actor.INPUT, step.step, metadata, runs, by_layer=True))
+        soon = [transfer.writes for transfer in planned if transfer.metadata.kind == SWAP_IN]
+        for transfer in planned:
+            if transfer.metadata.kind == SWAP_IN:
+                self._copy(Actor.INPUT, transfer, by_layer=True)
+                counter = self._counter_of(transfer)
             else:
-                sources = SlotSet.of(runs.sources)
-                by_layer = not sources.isdisjoint(soon)
-                self._copy(Actor.OUTPUT, step.step, metadata, runs, by_layer=by_layer)
+                by_layer = overwritten is not None and not transfer.reads.isdisjoint(overwritten.union(*soon))
+                self._copy(Actor.OUTPUT, transfer, by_layer=by_layer)
         return counter
 
-    def _plan(self, metadata: CacheSwapMetadata) -> CopyRuns:
+    def _plan(self, step: int, metadata: CacheSwapMetadata) -> Transfer:
         if metadata.kind not in (EVICT, SWAP_IN):
             raise UnsupportedCopyError(metadata.source.value, metadata.target.value)
-        return ops.plan_runs(
+        runs = ops.plan_runs(
             metadata.source_slots,
             metadata.target_slots,
             num_sources=self._hazards[metadata.source].num_slots,
             num_targets=self._hazards[metadata.target].num_slots,
         )
+        return Transfer(step, metadata, runs, len(metadata) * self._block_bytes)
 
-    def _copy(
-        self, actor: Actor, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, *, by_layer: bool
-    ) -> Transfer:
+    def _copy(self, actor: Actor, transfer: Transfer, *, by_layer: bool) -> None:
         """All layers in one call; or a call and an event for each, so that what waits for a layer goes on with it."""
         assert self._copies is not None, "a copy of a tier without slots was planned"
-        reads, writes = SlotSet.of(runs.sources), SlotSet.of(runs.targets)
-        source, target = self._hazards[metadata.source], self._hazards[metadata.target]
+        source, target = self._hazards[transfer.metadata.source], self._hazards[transfer.metadata.target]
+        to_device = target is self._device_hazards
         self._take_refilled()
         stream = self._stream_of(actor)
         stream.begin()
-        waits = source.before(actor, reads=reads) + target.before(actor, writes=writes)
+        waits = source.before(actor, reads=transfer.reads) + target.before(actor, writes=transfer.writes)
         whole, readers = self._by_layer(waits) if by_layer else (waits, [])
         for wait in whole:
             stream.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
-        started, layer_events = stream.record_event(timed=True), []
-        to_device = target is self._device_hazards
+        transfer.started = stream.record_event(timed=True)
         if by_layer:
             for layer in range(len(self._device_layers)):
                 for reader in readers:
                     stream.wait_event(reader[layer])
-                stream.submit(self._copies.layer, stream, layer, runs, to_device)
-                layer_events.append(stream.record_event())
+                stream.submit(self._copies.layer, stream, layer, transfer.runs, to_device)
+                transfer.layer_events.append(stream.record_event())
         else:
-            stream.submit(self._copies.all_layers, stream, runs, to_device)
-        finished = stream.record_event(timed=True)
-        source.after(actor, finished, reads=reads)
-        target.after(actor, finished, writes=writes)
-        num_bytes = len(metadata) * self._block_bytes
-        transfer = Transfer(step, metadata, num_bytes, writes, started, tuple(layer_events), finished)
+            stream.submit(self._copies.all_layers, stream, transfer.runs, to_device)
+        transfer.finished = stream.record_event(timed=True)
+        source.after(actor, transfer.finished, reads=transfer.reads)
+        target.after(actor, transfer.finished, writes=transfer.writes)
         self._transfers.append(transfer)
-        return transfer
 
     def _stream_of(self, actor: Actor) -> Stream:
         if actor not in self._streams:
@@ -140,12 +132,12 @@ class CacheTransferManager:
             len(self._device_layers),
             swap_in.layer_events,
             self._runtime.compute_stream,
-            swap_in.targets,
+            swap_in.writes,
             timeout_s=self._layer_timeout_s,
             on_failure=partial(self._give_up, swap_in),
         )
 
-    def _by_layer(self, waits: list[Dependency]) -> tuple[list[Dependency], list[tuple[Event, ...]]]:
+    def _by_layer(self, waits: list[Dependency]) -> tuple[list[Dependency], list[list[Event]]]:
         """Waits for evictions to read what is overwritten: per-layer events where there are some. And all others."""
         layered = {id(each.finished): each.layer_events for each in self._transfers if each.layer_events}
         overwrites = [each.hazard is Hazard.WRITE_AFTER_READ and id(each.event) in layered for each in waits]
@@ -157,7 +149,7 @@ class CacheTransferManager:
     def before_compute(
         self,
         reads: Iterable[int],
-        writes: Collection[int],
+        writes: Iterable[int],
         *,
         counter: LayerDoneCounter | None = None,
         by_layer: bool = False,
@@ -176,12 +168,13 @@ class CacheTransferManager:
         copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then names the slots without content, and
         compute must not run with those. `CacheStateError` if the swap-in of `counter` fills a written slot.
         """
+        writes = slot_set(writes)
         if counter is not None:
             skipped = counter.target_slots
             overlap = skipped & writes
             if overlap:
                 raise CacheStateError(f"slots {list(overlap)} are written while they are being swapped in")
-            reads = SlotSet.of(reads) - skipped
+            reads = slot_set(reads) - skipped
         self._take_refilled()
         compute = self._runtime.compute_stream
         compute.begin()

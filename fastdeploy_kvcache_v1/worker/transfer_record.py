@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..metadata import CacheSwapMetadata, TransferResult
+from .ops import CopyRuns
 from .runtime import Event
 from .runtime.base import describe
-from .slot_set import SlotSet
+from .slot_set import slot_set
 
 __all__ = ["Transfer"]
 
@@ -13,24 +14,17 @@ __all__ = ["Transfer"]
 class Transfer:
     """The copies of one kind in one step: what was asked, the events that tell how it goes, the one result it gets."""
 
-    def __init__(
-        self,
-        step: int,
-        metadata: CacheSwapMetadata,
-        num_bytes: int,
-        targets: SlotSet,
-        started: Event,
-        layer_events: tuple[Event, ...],
-        finished: Event,
-    ) -> None:
+    def __init__(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, num_bytes: int) -> None:
         self.step = step
         self.metadata = metadata
+        self.runs = runs
+        self.reads, self.writes = slot_set(runs.sources), slot_set(runs.targets)
         self.num_bytes = num_bytes
-        self.targets = targets
-        self.started = started
-        self.layer_events = layer_events
+        self.started: Event
+        self.finished: Event
+        """Both from its submission on."""
+        self.layer_events: list[Event] = []
         """One per layer, where it is copied layer by layer; else none."""
-        self.finished = finished
         self.given_up: str | None = None
         """Why it was declared failed while still running."""
         self.is_reported = False

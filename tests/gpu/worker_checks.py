@@ -21,7 +21,7 @@ from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.host_pool import HostPool
 from fastdeploy_kvcache_v1.worker.ops.rates import KERNEL
 from fastdeploy_kvcache_v1.worker.runtime.base import free_host_memory
-from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
+from fastdeploy_kvcache_v1.worker.slot_set import slot_set
 
 DELAY_CYCLES = 20_000_000
 """About 10 ms: whoever does not wait is early for certain."""
@@ -145,7 +145,7 @@ def layers_are_waited_for_one_by_one(way: str) -> None:
 
 def a_slot_is_reused_only_after_its_last_use(way: str) -> None:
     """Eviction reads, then compute or a swap-in overwrites; compute writes, then an eviction reads."""
-    for overwritten in (None, SlotSet.of((0, 1))):
+    for overwritten in (None, slot_set((0, 1))):
         with closing(Rig(way)) as one:
             one.controller.transfers.before_compute((), (0, 1))
             one.delay()

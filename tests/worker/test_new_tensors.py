@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import LayerSwapTimeoutError
 from fastdeploy_kvcache_v1.worker.hazards import Actor
-from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
+from fastdeploy_kvcache_v1.worker.slot_set import NO_SLOTS, slot_set
 from tests.worker.chosen_runtime import ChosenRuntime
 from tests.worker.worker_fakes import NumpyBackend, Rig, evict
 
@@ -71,4 +71,4 @@ def test_later_steps_ask_nothing_about_a_fill_that_has_ended(rig):
     rig.runtime.hold(COMPUTE)
     rig.controller.transfers.after_compute((), (1,))  # a pass that runs on and on, as there is always one on a busy GPU
     table = rig.controller.transfers.device_hazards
-    assert [*table._conflicts(Actor.INPUT, SlotSet(), SlotSet.of([2]))] == [], "of whatever use, ended or not"
+    assert [*table._conflicts(Actor.INPUT, NO_SLOTS, slot_set([2]))] == [], "of whatever use, ended or not"

@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.worker import transfer_manager
 from fastdeploy_kvcache_v1.worker.ops import CopyRun
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, cpu
-from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
+from fastdeploy_kvcache_v1.worker.slot_set import NO_SLOTS, slot_set
 from tests.worker.chosen_runtime import ChosenEvent
 from tests.worker.worker_fakes import Rig, evict, swap_in
 from tests.world.streams import Clock, VirtualDevice
@@ -36,7 +36,7 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
     assert rig.submit(evict((0, 1, 2), (5, 3, 4))) is None
     counter = rig.submit(into=swap_in((4, 5), (3, 0)))
     assert counter is not None
-    assert counter.target_slots == {3, 0}
+    assert [*counter.target_slots] == [0, 3]
     counter.wait_all()
     assert [rig.holds(slot, content) for slot, content in ((3, 12), (0, 10), (1, 11))] == [True] * 3
     rig.controller.transfers.drain()
@@ -54,7 +54,7 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
 
 
 @pytest.mark.parametrize(
-    ("overwritten", "filled", "by_layer"), [(None, 4, False), (SlotSet(), 4, True), (SlotSet(), 5, False)]
+    ("overwritten", "filled", "by_layer"), [(None, 4, False), (NO_SLOTS, 4, True), (NO_SLOTS, 5, False)]
 )
 def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritten, filled, by_layer):
     """Layer by layer where it is said what is written soon: what the same step fills is."""
@@ -110,7 +110,7 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     device = VirtualDevice(Clock())
     rig, written = Rig(device), []
     rig.write(0, 10)
-    rig.submit(evict((0,), (2,)), overwritten=SlotSet.of([0]))
+    rig.submit(evict((0,), (2,)), overwritten=slot_set([0]))
     compute, output = device.streams
 
     def write(layer):
@@ -118,7 +118,7 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
         written.append(len(output.waiting))
 
     waits = rig.controller.transfers.before_compute([], [0], by_layer=True)
-    assert (waits.num_layers, waits.target_slots) == (rig.layout.num_layers, SlotSet())
+    assert (waits.num_layers, waits.target_slots) == (rig.layout.num_layers, NO_SLOTS)
     for layer in range(waits.num_layers):
         waits.wait_for_layer(layer)
         compute.submit(write, layer)
@@ -140,7 +140,7 @@ def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
     device = VirtualDevice(Clock())
     rig = Rig(device)
     rig.write(0, 10)
-    rig.submit(evict((0,), (2,)), swap_in((3,), (0,)), overwritten=SlotSet.of([0]))
+    rig.submit(evict((0,), (2,)), swap_in((3,), (0,)), overwritten=slot_set([0]))
     compute, output, into = device.streams
     while not device.is_idle:
         while compute.run() or into.run():
@@ -153,16 +153,16 @@ def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
 
 
 def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(rig):
-    counter = rig.submit(evict((0,), (2,)), swap_in((3,), (1,)), overwritten=SlotSet.of([0]))
+    counter = rig.submit(evict((0,), (2,)), swap_in((3,), (1,)), overwritten=slot_set([0]))
     waits = rig.controller.transfers.before_compute([1], [0], counter=counter, by_layer=True)
-    assert waits.target_slots == {1}
+    assert [*waits.target_slots] == [1]
     waits.wait_all()
     assert counter.num_layers_done == 3
     rig.controller.transfers.drain()
     waits = rig.controller.transfers.before_compute([1], [0], counter=counter, by_layer=True)
     assert waits is counter, "there is nothing else"
     let_go = rig.runtime.hold(OUTPUT)
-    rig.submit(evict((4,), (4,)), overwritten=SlotSet.of([4]))
+    rig.submit(evict((4,), (4,)), overwritten=slot_set([4]))
     waits = rig.controller.transfers.before_compute([], [4], by_layer=True)
     with pytest.raises(LayerSwapTimeoutError):
         waits.wait_for_layer(0)
@@ -353,7 +353,7 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
 
     monkeypatch.setattr(ChosenEvent, "wait_done", takes_a_second)
     rig.submit(into=swap_in((0,), (4,)))
-    counter = rig.submit(evict((0,), (2,)), swap_in((1,), (5,)), overwritten=SlotSet.of([0]))
+    counter = rig.submit(evict((0,), (2,)), swap_in((1,), (5,)), overwritten=slot_set([0]))
     waits = rig.controller.transfers.before_compute([4], [0], counter=counter, by_layer=True)
     assert rig.controller.transfers.take_report().exposed_wait_s == 1
     waits.wait_for_layer(0)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...worker.slot_set import SlotSet
+from ...worker.slot_set import NO_SLOTS, SlotSet, slot_set
 from ..task_kind import TaskKind
 from ..transport import RunningRow
 
@@ -40,14 +40,14 @@ class _Row:
 
     def __init__(self, table: list[int]) -> None:
         self.table = table
-        self.slots = SlotSet.of(table)
+        self.slots = slot_set(table)
 
     def take(self, table: list[int]) -> int:
         """FastDeploy gives a longer table whole. Returns how many blocks of the old one it begins with: all or 0."""
         known = len(self.table)
         if table[:known] != self.table:
             known = 0
-        more = SlotSet.of(table[known:])
+        more = slot_set(table[known:])
         self.slots = self.slots | more if known else more
         self.table = table
         return known
@@ -77,7 +77,7 @@ class RunningTables:
         """Rows whose chunk the next pass computes: where they may write after it, from below and from above."""
         self._tables: Numbers = np.zeros((0, 0), np.int64)
         """`[row, block]`: slots; behind a row's table anything."""
-        self._read: SlotSet | None = SlotSet()
+        self._read: SlotSet | None = NO_SLOTS
         self._written: SlotSet | None = None
         """What `read` and `written` say until something changes; None when it has to be found out."""
 
@@ -90,7 +90,7 @@ class RunningTables:
                 row = self._row(task.idx)
                 known = row.take(list(map(int, task.block_tables)))
                 self._keep(task.idx, row.table, known)
-                self._read = self._read | row.table[known:] if known and self._read is not None else None
+                self._read = self._read | row.slots if known and self._read is not None else None
                 continue
             self._read = None
             if kind == TaskKind.PREFILL:
@@ -99,7 +99,8 @@ class RunningTables:
                 self._begin(task.idx, table, start=start, end=end, low=end)
             elif kind == TaskKind.EXTEND:
                 self._row(task.idx)
-                self._extended[task.idx] = self._extended.get(task.idx, SlotSet()) | map(int, task.extend_block_tables)
+                more = slot_set(map(int, task.extend_block_tables))
+                self._extended[task.idx] = self._extended.get(task.idx, NO_SLOTS) | more
             else:
                 self._chunks.pop(task.idx, None)
                 self._forget(task.idx)
@@ -170,21 +171,21 @@ class RunningTables:
             low, stop, _, num_blocks = self._numbers.take(rows, axis=1)
             first = low // self._block_size
             counts = np.maximum(np.minimum(-(-stop // self._block_size), num_blocks) - first, 0)
-            slots = SlotSet.of(self._tables[np.repeat(rows, counts), ranges(first, counts)])
-            self._written = SlotSet.union((slots, *self._extended.values()))
+            slots = slot_set(self._tables[np.repeat(rows, counts), ranges(first, counts)])
+            self._written = slots.union(*self._extended.values())
         return self._written
 
     def read(self) -> SlotSet:
         """Slots that the next pass may read or write: all of the rows' tables."""
         if self._read is None:
-            self._read = SlotSet.union((*(row.slots for row in self._rows.values()), *self._extended.values()))
+            self._read = NO_SLOTS.union(*(row.slots for row in self._rows.values()), *self._extended.values())
         return self._read
 
     def clear(self) -> None:
         self._rows.clear()
         self._extended.clear()
         self._chunks.clear()
-        self._read, self._written = SlotSet(), None
+        self._read, self._written = NO_SLOTS, None
 
 
 def ranges(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -14,7 +14,7 @@ from ...metadata import CacheLevel, TransferReport
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
 from ...worker.runtime import Runtime
-from ...worker.slot_set import SlotSet
+from ...worker.slot_set import NO_SLOTS, SlotSet
 from ..swap_space import compare
 from ..transport import SwapInbox, take_running
 from .pass_tracker import PassTracker
@@ -201,7 +201,7 @@ class WorkerCache:
         if self._controller.transfers.num_unreported:
             # A slot that is swapped in for this pass may be one that a row wrote whose end is not known yet.
             late = writes if layered is None else writes - layered.target_slots
-            waits = self._controller.transfers.before_compute((), late, counter=layered, by_layer=layer_by_layer)
+            waits = self._controller.transfers.before_compute(NO_SLOTS, late, counter=layered, by_layer=layer_by_layer)
         if self._timer is not None and self._runtime is not None:
             self._timer.begin(self._runtime.compute_stream, waits_inside=waits is not None)
         self.current_counter = waits

@@ -58,7 +58,7 @@ def test_every_position_that_a_pass_writes_is_named(draft_tokens, model_steps, t
 
 
 def check(tables, written, block_size):
-    assert {LONG_TABLE[each // block_size] for each in written} <= tables.written() <= tables.read()
+    assert {LONG_TABLE[each // block_size] for each in written} <= {*tables.written()} <= {*tables.read()}
     tables.pass_submitted()
 
 
@@ -75,62 +75,62 @@ def decoding(draft_tokens=0, end=9):
 
 def test_a_row_that_decodes_without_a_word_is_followed_pass_by_pass():
     tables = decoding(end=11)
-    assert tables.written() == {12}, "position 11"
+    assert {*tables.written()} == {12}, "position 11"
     tables.pass_submitted()
-    assert tables.written() == {12, 13}, "it may have paused at 11, and may be at 12"
+    assert {*tables.written()} == {12, 13}, "it may have paused at 11, and may be at 12"
     for _ in range(4):
         tables.pass_submitted()
-    assert tables.written() == {12, 13, 14}
+    assert {*tables.written()} == {12, 13, 14}
     tables.hear([(0, 17)])  # of the 17th token, at 16, the KV is still to come
-    assert tables.written() == {14}
+    assert {*tables.written()} == {14}
     for _ in range(100):
         tables.pass_submitted()
-    assert tables.written() == {14, 15}, "beyond its table no row writes"
+    assert {*tables.written()} == {14, 15}, "beyond its table no row writes"
 
 
 def test_a_row_that_ended_is_named_until_the_engine_says_so():
     tables = decoding()
     tables.hear([(0, 10), (1, 5)])
-    assert tables.written() == {12}
-    assert tables.read() == set(TABLE)
+    assert {*tables.written()} == {12}
+    assert {*tables.read()} == set(TABLE)
     tables.hear([(1, 5)])
-    assert tables.written() == tables.read() == set()
+    assert {*tables.written()} == {*tables.read()} == set()
 
 
 def test_what_the_engine_says_is_older_than_a_chunk_of_the_same_batch():
     tables = RunningTables(SIZE)
     tables.update([task(TaskKind.PREFILL, TABLE, 0, 8)])
     tables.hear([])
-    assert tables.written() == {10, 11}
+    assert {*tables.written()} == {10, 11}
     tables.hear([(0, 8)])
-    assert tables.written() == {10, 11}
+    assert {*tables.written()} == {10, 11}
 
 
 @pytest.mark.parametrize("kind", [TaskKind.PREEMPTED, TaskKind.ABORT])
 def test_a_row_that_is_taken_away_is_not_named(kind):
     tables = decoding()
     tables.update([task(kind)])
-    assert tables.written() == tables.read() == set()
+    assert {*tables.written()} == {*tables.read()} == set()
 
 
 def test_a_table_that_grows_and_one_that_is_another():
     tables = decoding()
     tables.update([task(TaskKind.DECODE, [*TABLE, 20, 21])])
-    assert tables.read() == {*TABLE, 20, 21}
-    assert tables.written() == {12}
+    assert {*tables.read()} == {*TABLE, 20, 21}
+    assert {*tables.written()} == {12}
     tables.update([task(TaskKind.DECODE, [30, 31, 32])])
-    assert tables.read() == {30, 31, 32}
-    assert tables.written() == {32}
+    assert {*tables.read()} == {30, 31, 32}
+    assert {*tables.written()} == {32}
 
 
 def test_of_a_row_that_was_never_announced_the_whole_table_is_named():
     tables = RunningTables(SIZE)
     tables.update([task(TaskKind.DECODE, TABLE)])
     for _ in range(3):
-        assert tables.written() == tables.read() == set(TABLE)
+        assert {*tables.written()} == {*tables.read()} == set(TABLE)
         tables.pass_submitted()
     tables.hear([(0, 9)])
-    assert tables.written() == set(TABLE[2:])
+    assert {*tables.written()} == set(TABLE[2:])
 
 
 def test_blocks_of_an_extend_task_are_named_beside_the_table():
@@ -138,7 +138,7 @@ def test_blocks_of_an_extend_task_are_named_beside_the_table():
     extend = task(TaskKind.EXTEND, extend_block_tables=[40, 41])
     del extend.block_tables
     tables.update([extend])
-    assert tables.written() == {12, 40, 41}
-    assert tables.read() == {*TABLE, 40, 41}
+    assert {*tables.written()} == {12, 40, 41}
+    assert {*tables.read()} == {*TABLE, 40, 41}
     tables.clear()
-    assert tables.written() == tables.read() == set()
+    assert {*tables.written()} == {*tables.read()} == set()

@@ -184,7 +184,7 @@ def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(virtual):
     virtual.stream.submit(lambda: None)
     virtual.end_forward()
     (_fill, use) = virtual._controller.transfers._device_hazards._uses
-    assert (use.reads | use.writes, use.writes) == ({1, 2, 3}, {1, 2})
+    assert ({*use.reads | use.writes}, {*use.writes}) == ({1, 2, 3}, {1, 2})
 
 
 def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache):
