@@ -157,7 +157,7 @@ class RadixTree:
         """Make `top` and everything below it unfindable; slots come back as soon as no request uses them."""
         assert top.parent is not None and not top.detached, "only attached runs can be detached"
         top.leave_parent()
-        self._residency.child_left(top.parent)
+        self._residency.unblock(top.parent)
         detached = list(top.subtree()) if top.children else [top]
         for run in reversed(detached):
             self._residency.detach(run)

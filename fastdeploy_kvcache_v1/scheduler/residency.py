@@ -235,15 +235,12 @@ class Residency:
             self._deferred.touch(host)
         return False
 
-    def child_left(self, run: Run) -> None:
-        """Fewer runs hang below `run` in one of its tiers: perhaps that is what it waited for."""
+    def unblock(self, run: Run) -> None:
+        """Perhaps `run` waited for what is over: fewer runs hang below it in one of its tiers, or fewer readers are left."""
         if run.pins or run.detached:
             return
         if run.on_device and not run.is_queued and not run.num_device_children:
             self.device_order.enter(run, first=True)
-        self._unblock_host(run)
-
-    def _unblock_host(self, run: Run) -> None:
         host = run.host
         waits = host is None or host.is_queued or (run.children and not run.on_device)
         if host is not None and not waits and not (self.doubles.may_be and self.doubles.take(host)):
@@ -267,8 +264,7 @@ class Residency:
             del self._read[host]
             if host.run.detached:
                 self._free_if_unused(host.run)
-            elif not host.run.pins:
-                self._unblock_host(host.run)
+            self.unblock(host.run)
 
     # ---- cutting and joining
 
@@ -382,7 +378,7 @@ class Residency:
             if not run.detached:
                 self.host_order.use(run.host)
         if run.parent is not None:
-            self.child_left(run.parent)
+            self.unblock(run.parent)
 
     def _take_host(self, run: Run) -> None:
         assert run.host is not None

@@ -14,7 +14,7 @@ from ..run import Run
 from .order import EvictionOrder
 
 LOOKED_AT = 8
-"""Runs at the young end of a queue."""
+"""Runs at the young end of a queue: one of them, with no run below it in any tier, may leave."""
 
 
 class Adaptive(EvictionOrder):
@@ -67,18 +67,11 @@ class Adaptive(EvictionOrder):
                     first, least, last_use = run, value, run.last_use
         if first is not None:
             for kind in self._history.ripening:
-                end = self._ends[kind]
-                young = None if end.younger is end else self._youngest_leaf(kind)
+                youngest = islice(self._queues[kind].youngest_first(), LOOKED_AT)
+                young = next((run for run in youngest if not run.pins and not run.children), None)
                 if young is not None and worth(young) < worth(first):
                     first = young
         return first
-
-    def _youngest_leaf(self, kind: int) -> Run | None:
-        """The run of that class that was used last and has none below it in any tier, if it is not far."""
-        for run in islice(self._queues[kind].youngest_first(), LOOKED_AT):
-            if not run.pins and not run.children:
-                return run
-        return None
 
     def queues(self) -> Sequence[RunQueue]:
         return self._queues
