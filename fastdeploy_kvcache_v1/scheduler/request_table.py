@@ -60,14 +60,10 @@ class RequestTable:
             raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
         limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // self._block_size)
         limit = limit if max_blocks is None else min(limit, max_blocks)
-        limit = limit if sequence.access.reads else 0
-        path = self._tree.match(sequence.hashes, limit)
+        path = self._tree.match(sequence.hashes, limit if sequence.access.reads else 0)
         leaf = path[-1] if path else self._tree.root
-        spans, num_cached = [], 0
-        for run in path:
-            length = run.end - run.start
-            spans.append(MatchedSpan(length, CacheLevel.DEVICE if run.on_device else CacheLevel.HOST))
-            num_cached += length
+        spans = [MatchedSpan(run.length, CacheLevel.DEVICE if run.on_device else CacheLevel.HOST) for run in path]
+        num_cached = sum([span.length for span in spans])
         writes = self._caching and sequence.access.writes
         self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, writes, resumed)
         return MatchResult(request_id, tuple(spans), self._block_size)
@@ -156,7 +152,6 @@ class RequestTable:
                 self._tiering.hit(request.leaf)
                 if self._history is not None:
                     request.watched = self._history.arrived(request.sequence.hashes, request.num_cached)
-
         self._admitted.clear()
 
     def _count(self, request: RequestState) -> None:

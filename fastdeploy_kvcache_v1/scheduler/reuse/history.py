@@ -121,6 +121,7 @@ class ReuseHistory:
         self.lru_age = self._ages.age_of(self.now, self._num_evictable())
         if self.lru_age < self.now:
             self._judge.refresh()
-        self._rates.refresh(DOUBT * self._num_blocks_seen / self.now, is_wanted=self._judge.trusts)
-        rates, rules = self._rates, self._judge.trusts
-        self._worths, self.ripening = (rates.worths, rates.ripening) if rules else (ALL_EQUAL, ())
+        self._worths, self.ripening = ALL_EQUAL, ()
+        if self._judge.trusts:
+            self._worths, self.ripening = self._rates.learned(DOUBT * self._num_blocks_seen / self.now)
+        self._rates.fade()

@@ -51,10 +51,6 @@ class ReuseRates:
     def __init__(self) -> None:
         self._used = table()
         self._exposed = table()
-        self.worths = table()
-        """Of a block, by class and `AGE_CLASSES`, as of the last refresh; 0 while nothing is known."""
-        self.ripening: tuple[int, ...] = ()
-        """Classes whose blocks are worth more when they are older: they come back after a while, not at once."""
 
     def used_again(self, kind: int, age: int, num_blocks: int) -> None:
         self._used[kind][AGE_CLASSES[(age * age).bit_length()]] += num_blocks
@@ -65,24 +61,24 @@ class ReuseRates:
         for exposed, count in zip(self._exposed, num_blocks, strict=True):
             exposed[age_class] += num_requests * count
 
-    def refresh(self, doubt: float, *, is_wanted: bool = True) -> None:
-        """What was seen counts less from now on. Before, if any worth `is_wanted` until the next time, compute all
-        anew: to the evidence of each class, `doubt` blocks used again at the rate of all classes are added.
-        """
-        if is_wanted:
-            self._compute(doubt)
+    def fade(self) -> None:
+        """What was seen counts less from now on."""
         for row in (*self._used, *self._exposed):
             row[:] = [DECAY * value for value in row]
 
-    def _compute(self, doubt: float) -> None:
-        shared = self._shared_rates()
-        for kind, (used, exposed) in enumerate(zip(self._used, self._exposed, strict=True)):
+    def learned(self, doubt: float) -> tuple[Table, Sequence[int]]:
+        """What a block is worth, by class and `AGE_CLASSES`, 0 while nothing is known; and classes whose blocks are
+        worth more when they are older: they come back after a while, not at once. To the evidence of each class,
+        `doubt` blocks used again at the rate of all classes are added.
+        """
+        worths, shared = [], self._shared_rates()
+        for used, exposed in zip(self._used, self._exposed, strict=True):
             rates = [
                 (uses + doubt) / (chances + doubt / rate) if rate else 0.0
                 for uses, chances, rate in zip(used, exposed, shared, strict=True)
             ]
-            self.worths[kind] = _best_ratios(rates)
-        self.ripening = tuple(kind for kind, row in enumerate(self.worths) if row[0] < RIPE * max(row))
+            worths.append(_best_ratios(rates))
+        return worths, [kind for kind, row in enumerate(worths) if row[0] < RIPE * max(row)]
 
     def _shared_rates(self) -> list[float]:
         """Uses per block and request, of all classes together. Where none was seen, half of the rate at the age before:

@@ -32,7 +32,8 @@ def test_an_octave_of_ages_has_two_classes_and_they_follow_each_other(young_bits
 
 
 def worth(rates: ReuseRates, kind: int, age: int) -> float:
-    return rates.worths[kind][module.AGE_CLASSES[(age * age).bit_length()]]
+    worths, _ = rates.learned(1.0)
+    return worths[kind][module.AGE_CLASSES[(age * age).bit_length()]]
 
 
 def best_ratio(rates: list[float], age: int) -> float:
@@ -62,7 +63,6 @@ def taught(*lessons: tuple[int, int, float, float]) -> ReuseRates:
     for uses, age, used, exposed in lessons:
         rates.used_again(uses, age, int(used))
         rates.exposed(age, [exposed if kind == CLASSES[uses] else 0 for kind in range(NUM_CLASSES)], 1)
-    rates.refresh(1.0)
     return rates
 
 
@@ -85,25 +85,12 @@ def test_old_lessons_fade() -> None:
     rates = taught((0, 10, 1_000, 10_000))
     before = worth(rates, 0, 10)
     for _ in range(300):
+        rates.fade()
         rates.exposed(10, [10_000] + [0] * (NUM_CLASSES - 1), 1)
-        rates.refresh(1.0)
     assert worth(rates, 0, 10) < before / 50
 
 
 def test_a_class_that_comes_back_after_a_while_ripens_and_others_do_not() -> None:
     lessons = [(0, age, 0, 10_000) for age in (1, 10, 100)] + [(0, 300, 5_000, 10_000)]
-    assert 0 in taught(*lessons).ripening
-    assert taught((0, 4, 5_000, 10_000), (0, 10, 500, 10_000), (0, 100, 50, 10_000)).ripening == ()
-
-
-def test_what_is_not_wanted_is_not_computed_but_forgotten_all_the_same() -> None:
-    wanted, idle = ReuseRates(), ReuseRates()
-    for rates in (wanted, idle):
-        rates.used_again(0, 10, 100)
-        rates.exposed(10, [500.0] * NUM_CLASSES, 64)
-    wanted.refresh(1.0)
-    idle.refresh(1.0, is_wanted=False)
-    assert worth(wanted, 0, 10) > 0 == worth(idle, 0, 10)
-    wanted.refresh(1.0)
-    idle.refresh(1.0)
-    assert wanted.worths == idle.worths
+    assert 0 in taught(*lessons).learned(1.0)[1]
+    assert taught((0, 4, 5_000, 10_000), (0, 10, 500, 10_000), (0, 100, 50, 10_000)).learned(1.0)[1] == []
