@@ -236,7 +236,7 @@ class Residency:
         return False
 
     def unblock(self, run: Run) -> None:
-        """Perhaps `run` waited for what is over: fewer runs hang below it in one of its tiers, or fewer readers are left."""
+        """Perhaps `run` waited for what is over: runs below it in one of its tiers, or readers."""
         if run.pins or run.detached:
             return
         if run.on_device and not run.is_queued and not run.num_device_children:

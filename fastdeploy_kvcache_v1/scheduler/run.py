@@ -65,7 +65,7 @@ class Run(Link):
         self.children = _NO_CHILDREN
         """By the hash of their first block; read-only, see `add_child`."""
         self.num_device_children = 0
-        """Children on the device. Of no meaning once it is detached."""
+        """Children on the device. Of no meaning for the root, and once it is detached."""
         self.pins = 0
         """Requests that use this run or one below it."""
         self.hits = 0
@@ -234,7 +234,7 @@ class Run(Link):
 
     def drop_children(self) -> dict[BlockHash, Run]:
         """Returns the children it had; they keep their way up. O(1)."""
-        children, self.children, self.num_device_children = self.children, _NO_CHILDREN, 0
+        children, self.children = self.children, _NO_CHILDREN
         return children
 
     def drop_links(self) -> None:

@@ -39,6 +39,10 @@ SCENARIOS = {
     "a copy of which a part failed is not stored": (
         "8+8 write_through: run ab; step late; fail late host 1; copied ab nn; store late -; idle"
     ),
+    "of a step that brings blocks back too only what it copied to the host is stored": (
+        "4+8: run abcd; run wxyz; step; start abcd; step late; fail late host 3; store late w,wx,wxy; end;"
+        "finish abcd; idle"
+    ),
     "stores of the same blocks end one by one": (
         "8+2 write_through: run ab; step late; store late a,ab one; store late a,ab two; end one; run xy; step;"
         "copied ab yy; end two; idle"
