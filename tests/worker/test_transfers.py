@@ -7,7 +7,6 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel
 from fastdeploy_kvcache_v1.worker import transfer_manager
-from fastdeploy_kvcache_v1.worker.ops import CopyRun
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, cpu
 from fastdeploy_kvcache_v1.worker.slot_set import NO_SLOTS, slot_set
@@ -68,8 +67,8 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritt
     rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)), overwritten=overwritten)
     rig.controller.transfers.drain()
     op, times = ("layer", rig.layout.num_layers) if by_layer else ("all_layers", 1)
-    evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])] * times
-    swapped_in = [("layer", [CopyRun(0, filled, 1), CopyRun(1, 3, 1)])] * rig.layout.num_layers
+    evicted = [(op, [[0, 2, 3], [4, 5, 1]])] * times
+    swapped_in = [("layer", [[0, filled, 1], [1, 3, 1]])] * rig.layout.num_layers
     assert sorted(copied) == evicted + swapped_in
 
 

@@ -24,14 +24,13 @@ class HostBuffer:
         self.file = file
         """Other processes map this, and have the same bytes. None for memory of this process alone."""
         self._memory: mmap.mmap | None = memory
-        self._array = np.frombuffer(memory, np.uint8)
 
     @property
     def array(self) -> ByteRows:
         """uint8 view `[nbytes]`."""
         if self._memory is None:
             raise CacheStateError("this host buffer has been freed")
-        return self._array
+        return np.frombuffer(self._memory, np.uint8)
 
     @property
     def address(self) -> int:
@@ -54,7 +53,7 @@ class HostBuffer:
 
     def free(self) -> None:
         self.array  # noqa: B018  raises on a double free
-        self._memory, self._array = None, np.empty(0, np.uint8)
+        self._memory = None
         if self.file is not None:
             os.close(self.file)
 

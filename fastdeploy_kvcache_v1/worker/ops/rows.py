@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,20 +84,12 @@ def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
     return BlockRows(address, num_rows, row_bytes, row_bytes, on_gpu=on_gpu, owner=tensor)
 
 
-class CopyRun(NamedTuple):
-    """`blocks` neighbouring source rows that go to as many neighbouring target rows."""
-
-    source: int
-    target: int
-    blocks: int
-
-
 @dataclass(eq=False)
 class CopyRuns:
     """Runs as a table, so that nobody looks at them one by one. Nothing of it changes any more."""
 
     table: npt.NDArray[np.int64]
-    """`[runs, 3]`, C-contiguous, its columns as in `CopyRun`."""
+    """`[runs, 3]`, C-contiguous: first source, first target, and how many neighbours go there."""
     sources: npt.NDArray[np.int64]
     """Every row that is read, `[blocks]`."""
     targets: npt.NDArray[np.int64]
@@ -110,8 +102,8 @@ class CopyRuns:
     def __len__(self) -> int:
         return len(self.table)
 
-    def __iter__(self) -> Iterator[CopyRun]:
-        return map(CopyRun._make, self.table.tolist())
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.table.tolist())
 
 
 def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopyRuns:

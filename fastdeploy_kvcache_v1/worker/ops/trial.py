@@ -31,14 +31,6 @@ logger = logging.getLogger(__name__)
 CHOICE = "FASTDEPLOY_KVCACHE_CUDA_PATH"
 """Environment variable: `kernel` forces a way, `-batch` leaves one out, `-batch,-kernel` several."""
 
-_CHILD = """
-import sys
-sys.path.append(sys.argv[1])
-from fastdeploy_kvcache_v1.worker.runtime import copy_trial
-copy_trial.main(*sys.argv[2:])
-"""
-"""This package comes last on the path: beside it may lie what goes by a name of the standard library's."""
-
 LIMIT_S = 60.0
 """For one way; a GPU that works takes a few seconds, most of them for the start of a process."""
 
@@ -194,8 +186,14 @@ def _ask(way: str, device: int, sizes: list[int]) -> Answer:
 
 def run_child(way: str, device: int, sizes: Sequence[int]) -> tuple[int | None, str]:
     """A process that tries a way: its status, None where it was killed when its time was over, and what it said."""
-    command = [sys.executable, "-c", _CHILD, str(Path(__file__).parents[3]), way, str(device), *map(str, sizes)]
+    # This package comes last on the path: beside it may lie what goes by a name of the standard library's.
+    code = (
+        f"import sys; sys.path.append({str(Path(__file__).parents[3])!r})\n"
+        "from fastdeploy_kvcache_v1.worker.runtime import copy_trial\n"
+        f"copy_trial.main({way!r}, {device}, {[*sizes]})"
+    )
     with open(os.memfd_create("trial"), "w+", encoding="utf-8", errors="replace") as said:
+        command = [sys.executable, "-c", code]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
         try:
             status: int | None = child.wait(LIMIT_S)

@@ -226,7 +226,7 @@ def try_way(way: str, device: int, row_bytes: Sequence[int]) -> Answer:
         return Answer(f"{error}".partition("\n")[0] or type(error).__name__, is_lasting=not lacks_memory)
 
 
-def main(way: str, device: str, *row_bytes: str) -> None:
+def main(way: str, device: int, row_bytes: Sequence[int]) -> None:
     signal.alarm(2 * int(LIMIT_S))  # where who started it has died
-    print(msgspec.json.encode(try_way(way, int(device), [*map(int, row_bytes)])).decode(), flush=True)
+    print(msgspec.json.encode(try_way(way, device, row_bytes)).decode(), flush=True)
     os._exit(0)  # what a broken context does at the end of a process, it does not do here

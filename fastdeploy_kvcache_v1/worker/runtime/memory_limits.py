@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-class _Names(NamedTuple):
-    """How one version of control groups calls it."""
-
-    limit: str
-    used: str
-    cached: tuple[str, str]
-    """In `memory.stat`: file cache, which the kernel gives back before it kills. The weights of a model that several
-    ranks have read are active there."""
-
-
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+_Names = tuple[str, str, str]
+_V1: _Names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2: _Names = ("memory.max", "memory.current", "")
+"""How a version of control groups calls limit and use, and what stands before the names in `memory.stat`."""
 
 
 def room() -> int | None:
@@ -48,11 +39,13 @@ def _groups() -> Iterator[tuple[Path, _Names]]:
 
 
 def _room(group: Path, names: _Names) -> int | None:
+    limit, used, prefix = names
     try:
-        limit = group.joinpath(names.limit).read_text().strip()
-        used = int(group.joinpath(names.used).read_text())
-        stat = dict(line.split() for line in group.joinpath("memory.stat").read_text().splitlines())
-        cached = sum(int(stat[name]) for name in names.cached)
-        return None if limit == "max" else max(0, int(limit) - used + cached)
+        most = (group / limit).read_text().strip()
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # File cache, which the kernel gives back before it kills. The weights of a model that several ranks have read
+        # are active there.
+        cached = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+        return None if most == "max" else max(0, int(most) - int((group / used).read_text()) + cached)
     except (OSError, ValueError, KeyError):
         return None
