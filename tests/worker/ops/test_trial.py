@@ -480,6 +480,12 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
     assert taken == {*WAYS}
 
 
+def test_times_of_either_direction_are_those_of_copies_that_way(trials, monkeypatch):
+    monkeypatch.setattr(copy_trial, "_nanoseconds", lambda *_, to_device: 16_000.0 if to_device else 32_000.0)
+    timings = trials.rates().timings[KERNEL]
+    assert [timings[to_device][0].apart for to_device in (True, False)] == [1000.0, 2000.0], "of 16 blocks"
+
+
 def test_half_of_the_submitting_threads_time_counts(trials, monkeypatch):
     trials.gpu.copy_ns = lambda *_: 16_000.0
     monkeypatch.setattr(copy_trial.time, "perf_counter_ns", partial(next, count(0, 32_000)))
