@@ -71,19 +71,18 @@ class CacheManager:
         self._host_pool = BlockPool[HostSlot]("host", config.num_host_blocks)
         self._history = ReuseHistory(self._most_watched, lambda: self._tiering.num_evictable)
         backup = BACKUP_POLICIES[config.write_policy](config)
-        num_host_blocks, are_saved = config.num_host_blocks, backup.saves_at_eviction
         self._residency = Residency(
             self._device_pool,
             self._host_pool,
             EVICTION_POLICIES[known_eviction_policy(config.device_order)](self._history),
             EVICTION_POLICIES[known_eviction_policy(config.host_order)](self._history),
-            Doubles(num_host_blocks, lambda: self._device_pool.size, are_saved=are_saved),
+            Doubles(self._device_pool, self._host_pool, are_saved=backup.saves_at_eviction),
             self._events,
         )
         self._tree = RadixTree(self._residency)
         self._lookahead = Lookahead(self._tree, self._residency, config.lookahead_requests)
         self._tiering = Tiering(backup, self._tree, self._residency, self._lookahead, self._counters)
-        orders = [self._residency.device_order, *([self._residency.host_order] if num_host_blocks else [])]
+        orders = [self._residency.device_order, *([self._residency.host_order] if config.num_host_blocks else [])]
         learner = self._history if any(order.learns for order in orders) else None
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner)
         self._lent: set[DeviceSlot] = set()

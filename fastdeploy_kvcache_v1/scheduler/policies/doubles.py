@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
+from ..block_pool import BlockPool
 from ..places import HostCopy, RunQueue
 
 SHORT_HOST = 2
@@ -21,18 +22,17 @@ class Doubles(RunQueue):
     leaves the device.
     """
 
-    def __init__(self, num_host_blocks: int, num_device_blocks: Callable[[], int], *, are_saved: bool) -> None:
+    def __init__(self, device_pool: BlockPool[Any], host_pool: BlockPool[Any], *, are_saved: bool) -> None:
         """`are_saved`: what leaves the device without a host copy is copied then. Else no double may go."""
         super().__init__()
-        self._num_host_blocks = num_host_blocks
-        self._num_device_blocks = num_device_blocks
+        self._device_pool, self._host_pool = device_pool, host_pool
         self.may_be = are_saved
         """Else there is never any."""
 
     @property
     def are_wanted(self) -> bool:
         """Is what the host may hold twice worth more than the copies?"""
-        return self.may_be and self._num_host_blocks <= SHORT_HOST * self._num_device_blocks()
+        return self.may_be and self._host_pool.size <= SHORT_HOST * self._device_pool.size
 
     def take(self, host: HostCopy) -> bool:
         """Is the copy of a run that was used, or came to the device, a double now? Then it is in this queue, else in

@@ -39,8 +39,7 @@ IN_USE = -1
 
 def last_watched(depth: int) -> int:
     """The deepest watched block up to `depth`; 0 if there is none."""
-    end = bisect_right(DEPTHS, depth)
-    return DEPTHS[end - 1] if end else 0
+    return ABOVE[bisect_right(DEPTHS, depth)]
 
 
 class Group:
