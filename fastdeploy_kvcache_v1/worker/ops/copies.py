@@ -102,13 +102,9 @@ def library() -> Any:
 
 def cpu_paths() -> tuple[CopyPath, ...]:
     """How copies go on a CPU, for the metrics: by `c`, `numpy` or `paddle`."""
-    return paddle_paths() or both_ways("numpy" if library() is None else "c")
-
-
-def paddle_paths() -> tuple[CopyPath, ...]:
-    """How copies go by Paddle's operators, nothing where these were not chosen."""
-    return both_ways("paddle") if chosen() == "paddle" else ()
+    return both_ways(chosen() or ("numpy" if library() is None else "c"))
 
 
 def both_ways(name: str) -> tuple[CopyPath, ...]:
+    """Copies in either direction go by `name`."""
     return CopyPath("in", name), CopyPath("out", name)

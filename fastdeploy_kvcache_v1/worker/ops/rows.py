@@ -67,20 +67,17 @@ def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
     is not contiguous, has another size, or lives neither in CPU nor in GPU memory.
     """
     if isinstance(tensor, np.ndarray):
-        address, contiguous, on_gpu, itemsize = tensor.ctypes.data, tensor.flags.c_contiguous, False, tensor.itemsize
-        size = tensor.size
+        address, contiguous, nbytes, on_gpu = tensor.ctypes.data, tensor.flags.c_contiguous, tensor.nbytes, False
     else:
-        address, contiguous, itemsize = tensor.data_ptr(), tensor.is_contiguous(), tensor.element_size()
-        size = int(np.prod(tensor.shape))
+        address, contiguous = tensor.data_ptr(), tensor.is_contiguous()
+        nbytes = int(np.prod(tensor.shape)) * tensor.element_size()
         on_gpu = bool(tensor.place.is_gpu_place())
         if not on_gpu and not tensor.place.is_cpu_place():
             raise ConfigError(f"a cache tensor must be in CPU or GPU memory, not {tensor.place}")
     if not contiguous:
         raise ConfigError(f"a cache tensor must be contiguous, got shape {list(tensor.shape)}")
-    if size * itemsize != num_rows * row_bytes:
-        raise ConfigError(
-            f"a cache tensor has {size * itemsize} bytes, its layout needs {num_rows} blocks of {row_bytes}"
-        )
+    if nbytes != num_rows * row_bytes:
+        raise ConfigError(f"a cache tensor has {nbytes} bytes, its layout needs {num_rows} blocks of {row_bytes}")
     return BlockRows(address, num_rows, row_bytes, row_bytes, on_gpu=on_gpu, owner=tensor)
 
 

@@ -45,9 +45,6 @@ _MODULE_RELEASE = Path("/sys/module/nvidia/version")
 _EDITION = 2
 """Of what is tried: what an older one found is not used."""
 
-_COMPUTE_MODE = 20
-"""cudaDevAttrComputeMode: 0 where any number of processes may use the GPU at once."""
-
 _REPLACED = {"staged": f"use {KERNEL}", "cupy": f"use {RUNS}", "auto": "leave the variable out"}
 
 _known = Rates()
@@ -89,7 +86,8 @@ def rates_of(device: int, row_bytes: Sequence[int]) -> Rates:
     sizes = sorted({*STANDARD, *(min(each, MOST_ROW) for each in row_bytes)})
     release = driver_release()
     left = _unwanted(release)
-    if cupy.cuda.runtime.deviceGetAttribute(_COMPUTE_MODE, device):
+    runtime = cupy.cuda.runtime
+    if runtime.deviceGetAttribute(runtime.cudaDevAttrComputeMode, device):  # 0: any number of processes at once
         left = dict.fromkeys(WAYS, "the GPU's compute mode admits no second process to try it") | left
     answers = {way: Answer(reason) for way, reason in left.items()}
     if todo := [way for way in WAYS if way not in left]:

@@ -101,6 +101,7 @@ runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     memcpyHostToDevice=1,
     memcpyDefault=4,
+    cudaDevAttrComputeMode=20,
     malloc=partial(gpu.call, "cuMemAlloc"),
     mallocAsync=lambda size, stream: gpu.call("cuMemAllocAsync", size),
     free=_free,
