@@ -16,7 +16,7 @@ from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
 from .ops import LayerRows
 from .runtime import Event, Runtime, Stream
-from .slot_set import SlotSet, slot_set
+from .slot_set import NO_SLOTS, SlotSet, slot_set
 from .transfer_record import Transfer
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class CacheTransferManager:
         """Device slots that were filled from outside since the tables were last asked."""
         self._waited_s = 0.0
         self._last_step = -1
-        self._filled = self.after_compute((), range(self._device_hazards.num_slots))
+        self._filled = self.after_compute(NO_SLOTS, SlotSet(range(self._device_hazards.num_slots)))
         """End of the fill of the tensors, which the compute stream may still be at: a write of every device slot."""
 
     # ---- copies
