@@ -75,13 +75,13 @@ class CacheTransferManager:
         planned = [self._plan(step.step, metadata) for metadata in step.transfers]
         self._last_step = step.step
         counter: LayerDoneCounter | None = None
-        soon = [transfer.writes for transfer in planned if transfer.metadata.kind == SWAP_IN]
+        soon = [transfer.runs.writes for transfer in planned if transfer.metadata.kind == SWAP_IN]
         for transfer in planned:
             if transfer.metadata.kind == SWAP_IN:
                 self._copy(Actor.INPUT, transfer, by_layer=True)
                 counter = self._counter_of(transfer)
             else:
-                by_layer = overwritten is not None and not transfer.reads.isdisjoint(overwritten.union(*soon))
+                by_layer = overwritten is not None and not transfer.runs.reads.isdisjoint(overwritten.union(*soon))
                 self._copy(Actor.OUTPUT, transfer, by_layer=by_layer)
         return counter
 
@@ -104,7 +104,7 @@ class CacheTransferManager:
         self._take_refilled()
         stream = self._stream_of(actor)
         stream.begin()
-        waits = source.before(actor, reads=transfer.reads) + target.before(actor, writes=transfer.writes)
+        waits = source.before(actor, reads=transfer.runs.reads) + target.before(actor, writes=transfer.runs.writes)
         whole, readers = self._by_layer(waits) if by_layer else (waits, [])
         for wait in whole:
             stream.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
@@ -118,8 +118,8 @@ class CacheTransferManager:
         else:
             stream.submit(self._copies.all_layers, stream, transfer.runs, to_device)
         transfer.finished = stream.record_event(timed=True)
-        source.after(actor, transfer.finished, reads=transfer.reads)
-        target.after(actor, transfer.finished, writes=transfer.writes)
+        source.after(actor, transfer.finished, reads=transfer.runs.reads)
+        target.after(actor, transfer.finished, writes=transfer.runs.writes)
         self._transfers.append(transfer)
 
     def _stream_of(self, actor: Actor) -> Stream:
@@ -132,7 +132,7 @@ class CacheTransferManager:
             len(self._device_layers),
             swap_in.layer_events,
             self._runtime.compute_stream,
-            swap_in.writes,
+            swap_in.runs.writes,
             timeout_s=self._layer_timeout_s,
             on_failure=partial(self._give_up, swap_in),
         )

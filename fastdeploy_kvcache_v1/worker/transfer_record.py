@@ -6,7 +6,6 @@ from ..metadata import CacheSwapMetadata, TransferResult
 from .ops import CopyRuns
 from .runtime import Event
 from .runtime.base import describe
-from .slot_set import slot_set
 
 __all__ = ["Transfer"]
 
@@ -18,7 +17,6 @@ class Transfer:
         self.step = step
         self.metadata = metadata
         self.runs = runs
-        self.reads, self.writes = slot_set(runs.sources), slot_set(runs.targets)
         self.num_bytes = num_bytes
         self.started: Event
         self.finished: Event

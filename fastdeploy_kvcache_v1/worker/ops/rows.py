@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ...errors import CacheStateError, ConfigError
 from ...slot_array import SlotArray
+from ..slot_set import SlotSet, slot_set
 
 ByteRows = npt.NDArray[np.uint8]
 
@@ -91,6 +92,9 @@ class CopyRuns:
     """Every row that is read, `[blocks]`."""
     targets: npt.NDArray[np.int64]
     """Every row that is written, `[blocks]`."""
+    reads: SlotSet
+    writes: SlotSet
+    """The same rows as sets."""
 
     def __post_init__(self) -> None:
         assert self.table.dtype == np.int64
@@ -112,8 +116,8 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     if len(sources) != len(targets):
         raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
     source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
-    written = np.sort(target)
-    if (written[1:] == written[:-1]).any():
+    reads, writes = slot_set(source), slot_set(target)
+    if len(writes) < len(target):
         raise CacheStateError(f"a copy writes a target slot twice: {sorted(targets)}")
     pairs = np.sort(source * num_targets + target)  # one key sorts several times as fast as two
     source, target = np.divmod(pairs, num_targets)
@@ -123,7 +127,7 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     starts = edges[:-1]
     table = np.empty((len(starts), 3), np.int64)
     table[:, 0], table[:, 1], table[:, 2] = source[starts], target[starts], edges[1:] - starts
-    return CopyRuns(table, source, target)
+    return CopyRuns(table, source, target, reads, writes)
 
 
 def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[np.int64]:
@@ -134,6 +138,6 @@ def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[
             numbers = np.frombuffer(array("q", slots), np.int64)
         except (TypeError, OverflowError):
             raise CacheStateError(f"{what} slots must be integers, got {slots!r}") from None
-    if len(numbers) and (numbers.min() < 0 or numbers.max() >= num_slots):
+    if len(numbers) and numbers.view(np.uint64).max() >= num_slots:  # a negative number is a huge one then
         raise CacheStateError(f"{what} slots must be in [0, {num_slots}), got {min(slots)}..{max(slots)}")
     return numbers

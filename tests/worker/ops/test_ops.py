@@ -55,9 +55,9 @@ def test_bad_slots_are_refused(sources, targets, message, kind):
 
 
 def test_a_plan_does_not_grow_with_the_tiers():
-    """A byte for each slot of this one would be a TiB."""
-    far = (1 << 40) - 3
-    runs = plan_runs([5, 9, 4], [far + 1, 0, far], num_sources=1 << 20, num_targets=1 << 40)
+    """A byte for each slot of this one would be 4 GiB."""
+    far = (1 << 32) - 3
+    runs = plan_runs([5, 9, 4], [far + 1, 0, far], num_sources=1 << 20, num_targets=1 << 32)
     assert list(runs) == [[4, far, 2], [9, 0, 1]]
 
 
