@@ -81,9 +81,9 @@ class _Use:
         self.writes -= slots
         self.given_up -= slots
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.reads or self.writes)
+    def __bool__(self) -> bool:
+        """Whether it counts for any slot."""
+        return bool(self.reads or self.writes)
 
 
 class HazardTable:
@@ -109,18 +109,14 @@ class HazardTable:
     def before(
         self, actor: Actor, *, reads: Iterable[int] = NO_SLOTS, writes: Iterable[int] = NO_SLOTS
     ) -> list[Dependency]:
-        """What a use by `actor` must wait for, each event once.
+        """What a use by `actor` must wait for.
 
         A slot that is both read and written counts as written: its old content need not be valid. A `SlotSet` costs
         nothing to look at.
         """
-        found: dict[int, Dependency] = {}
         with self._lock:
-            for dependency in self._conflicts(actor, slot_set(reads), slot_set(writes)):
-                known = found.get(id(dependency.event))
-                if known is None or (dependency.needs_data and not known.needs_data):
-                    found[id(dependency.event)] = dependency
-            return [dependency for dependency in found.values() if not dependency.is_over]
+            found = self._conflicts(actor, slot_set(reads), slot_set(writes))
+            return [dependency for dependency in found if not dependency.is_over]
 
     def after(
         self, actor: Actor, event: Event, *, reads: Iterable[int] = NO_SLOTS, writes: Iterable[int] = NO_SLOTS
@@ -177,7 +173,7 @@ class HazardTable:
             self._drop_empty()
 
     def _drop_empty(self) -> None:
-        self._uses = [use for use in self._uses if not use.is_empty]
+        self._uses = [use for use in self._uses if use]
 
     @property
     def num_uses(self) -> int:
@@ -186,15 +182,15 @@ class HazardTable:
             return len(self._uses)
 
     def _conflicts(self, actor: Actor, read: SlotSet, written: SlotSet) -> Iterator[Dependency]:
-        """Every remembered use that conflicts, but those of the same stream, once per hazard; finished ones as well."""
+        """Every remembered use that conflicts, but those of the same stream, once; finished ones as well."""
         for use in self._uses:
             if use.actor is actor and actor.is_fifo:
                 continue
-            if not written.isdisjoint(use.writes):
-                yield Dependency(use.event, use.actor, Hazard.WRITE_AFTER_WRITE)
-            if not read.isdisjoint(use.writes) and not read.isdisjoint(use.writes - written):
+            if not read.isdisjoint(use.writes - written):
                 yield Dependency(use.event, use.actor, Hazard.READ_AFTER_WRITE)
-            if not written.isdisjoint(use.reads):
+            elif not written.isdisjoint(use.writes):
+                yield Dependency(use.event, use.actor, Hazard.WRITE_AFTER_WRITE)
+            elif not written.isdisjoint(use.reads):
                 yield Dependency(use.event, use.actor, Hazard.WRITE_AFTER_READ)
 
     def check(self) -> None:
@@ -207,7 +203,7 @@ class HazardTable:
                 highest = max(use.reads | use.writes, default=-1)
                 if highest >= self.num_slots:
                     raise InvariantError(f"{self.name} hazards name slot {highest} of {self.num_slots}")
-                if use.is_empty:
+                if not use:
                     raise InvariantError(f"{self.name} hazards remember a use of no slot")
                 # A slot has one last writer, and since then one last reader of each actor that is a stream.
                 doubled = use.writes & written | use.reads & readers[use.actor]

@@ -82,7 +82,7 @@ class ChosenRuntime(CpuRuntime):
         self.streams: list[ChosenStream] = []
         super().__init__(**options)
         if late_compute:
-            self._compute = self.new_stream("compute")
+            self.compute_stream = self.new_stream("compute")
 
     def hold(self, stream: str) -> Callable[[], None]:
         """`stream` stands still until the result is called."""

@@ -91,15 +91,10 @@ class Stream(ABC):
 class Runtime(ABC):
     """Maker of streams and host memory on one device. Used by one thread at a time."""
 
-    @property
-    @abstractmethod
-    def on_gpu(self) -> bool:
-        """Where the device tier lives."""
-
-    @property
-    @abstractmethod
-    def compute_stream(self) -> Stream:
-        """The stream of the forward pass."""
+    on_gpu: bool
+    """Where the device tier lives."""
+    compute_stream: Stream
+    """The stream of the forward pass."""
 
     @abstractmethod
     def new_stream(self, name: str) -> Stream:

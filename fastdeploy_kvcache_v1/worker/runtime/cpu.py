@@ -162,17 +162,11 @@ class CpuRuntime(Runtime):
     failing with it.
     """
 
+    on_gpu = False
+
     def __init__(self, *, delay: Callable[[str], None] | None = None) -> None:
         self._delay = delay
-        self._compute: Stream = InlineStream("compute")
-
-    @property
-    def on_gpu(self) -> bool:
-        return False
-
-    @property
-    def compute_stream(self) -> Stream:
-        return self._compute
+        self.compute_stream: Stream = InlineStream("compute")
 
     def new_stream(self, name: str) -> CpuStream:
         return CpuStream(name, self._delay)

@@ -233,6 +233,8 @@ class CudaRuntime(Runtime):
     Raises `ImportError` where CuPy is missing.
     """
 
+    on_gpu = True
+
     def __init__(self, device: int = 0, *, compute_handle: int | None = None, rates: Rates | None = None) -> None:
         import cupy
 
@@ -244,15 +246,7 @@ class CudaRuntime(Runtime):
             import paddle
 
             compute_handle = int(paddle.device.cuda.current_stream().cuda_stream)
-        self._compute = CudaComputeStream(cupy, compute_handle)
-
-    @property
-    def on_gpu(self) -> bool:
-        return True
-
-    @property
-    def compute_stream(self) -> Stream:
-        return self._compute
+        self.compute_stream = CudaComputeStream(cupy, compute_handle)
 
     def new_stream(self, name: str) -> CudaStream:
         return CudaStream(self._cupy, name)
