@@ -46,10 +46,7 @@ class RealHost(FastDeployHost):
         super().__init__(world, manager, worker, is_26=IS_26)
         self.pool, self.loads = Pool(), Pool()
         manager.finish_execution_pool, manager.async_preprocess_pool = self.pool, self.loads
-        self.cache_manager._give_up = self._given_up
-
-    def _given_up(self, task: Any) -> None:
-        self.count["given up"] += 1
+        self.cache_manager._give_up = lambda task: self.count.update(["given up"])
 
     def task(self, request: Request, items: Any = None) -> Any:
         items = images_of(request) or items

@@ -154,11 +154,12 @@ class Roles(EmbeddedHost, Between):
         """`num_ranks`: of each, which report for themselves."""
         EmbeddedHost.__init__(self, world, decode, prefill)
         Between.__init__(self, prefill, decode, num_ranks)
-        self._asked: dict[str, tuple[PrefillJob, Request]] = {}
-        """Jobs on their way."""
+        self._asked: dict[str, Request] = {}
+        """Of jobs on their way."""
         self._awaited: dict[str, list[Any]] = {}
         """By job that has arrived: events of the prefill server."""
         self._dropped: set[str] = set()
+        self.drop = self._dropped.add
         for engine in (prefill, decode):
             engine.peers, engine.parts = self, (*engine.parts, "tell_news")
             engine.rank.marks_own = False  # what one of them marks the other one reads
@@ -181,17 +182,13 @@ class Roles(EmbeddedHost, Between):
     # ---- jobs and answers, which go over HTTP
 
     def ask(self, url: str, job: PrefillJob) -> None:
-        self._asked[job.request_id] = job, self.live[job.request_id]
-
-    def drop(self, request_id: str) -> None:
-        self._dropped.add(request_id)
+        self._asked[job.request_id] = self.live[job.request_id]
 
     def deliver(self, rng: random.Random) -> None:
         name = pick(self._asked, rng.random())
         if name is None:
             return
-        _, request = self._asked.pop(name)
-        self._awaited[name] = []
+        request, self._awaited[name] = self._asked.pop(name), []
         self.prefill.core.submit(self.prefill.generation(name, request, self._heard, max_tokens=1, offered_to=(HERE,)))
 
     def _heard(self, request: Request, event: Delta | Failure) -> None:

@@ -86,11 +86,7 @@ def failing(world: Any, of: str, streams: dict[str, str]) -> Callable[[str], boo
 def updating(world: Any, rng: random.Random, *, make: Callable[..., None], **options: Any) -> None:
     """Weights change while requests run and arrive; nothing is paused."""
     make(world, rng, **options)
-    host = world.host
-    host.pause = lambda _: None
-    updater = Updater(world, host, rng)
-    host._put = updater.put_later(host._put)
-    world.others.append(updater)
+    world.others.append(Updater(world, world.host, rng))
 
 
 def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, ranks: Sequence[Rank]) -> None:

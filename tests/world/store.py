@@ -107,13 +107,10 @@ class Store:
     def listen(self, listener: Callable[[Any], None]) -> None:
         self._listener = listener
 
-    def close(self) -> None:
-        pass
-
-    def commit(self, hashes: Sequence[Hashable]) -> None:
+    def commit(self, *hashes: object) -> None:
         """Blocks of this world are stored by all ranks at once."""
 
-    touch = commit
+    touch = close = commit
 
     def query(self, query_id: str, hashes: Sequence[Hashable]) -> None:
         self._begin(Call("query", query_id, self._named(hashes)))

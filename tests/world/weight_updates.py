@@ -52,10 +52,11 @@ class Updater:
         self._updates = host.cache_manager.updates = WeightUpdates(
             host.cache_manager, weights=self._weights, tree=self._tree, heartbeats=self._heartbeats, copies=self._copies
         )
-        self._take, self._run = host.take, host.run
+        self._take, self._run, self._put = host.take, host.run, host._put
         self._processes = self._call(), self._work()
         self.api, self.loop = (partial(self._go_on, process) for process in self._processes)
         host.take = host.run = self.loop
+        host._put, host.pause = self._put_later, lambda _: None
 
     @property
     def events(self) -> list[Any]:
@@ -73,15 +74,10 @@ class Updater:
         self._rng = rng
         self._updates.poll()
 
-    def put_later(self, put: Callable[..., None]) -> Callable[..., None]:
-        """Time passes before `put`."""
-
-        def later(*given: Any) -> None:
-            for event in (self.api, self.loop, self.poll) * self._rng.choice([0, 0, 0, 1, 60]):
-                event(self._rng)
-            put(*given)
-
-        return later
+    def _put_later(self, *batch: Any) -> None:
+        for event in (self.api, self.loop, self.poll) * self._rng.choice([0, 0, 0, 1, 60]):
+            event(self._rng)
+        self._put(*batch)
 
     def _meanwhile(self) -> None:
         for process in self._processes if hasattr(self, "_processes") else ():
