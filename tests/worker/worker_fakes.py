@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -37,12 +38,9 @@ class NumpyBackend(AttentionCacheBackend):
         return caches
 
 
-def evict(sources: tuple[int, ...], targets: tuple[int, ...]) -> CacheSwapMetadata:
-    return CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, sources, targets)
-
-
-def swap_in(sources: tuple[int, ...], targets: tuple[int, ...]) -> CacheSwapMetadata:
-    return CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, sources, targets)
+evict = partial(CacheSwapMetadata, CacheLevel.DEVICE, CacheLevel.HOST)
+swap_in = partial(CacheSwapMetadata, CacheLevel.HOST, CacheLevel.DEVICE)
+"""Of source slots and target slots."""
 
 
 class Rig:

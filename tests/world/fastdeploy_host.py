@@ -61,7 +61,7 @@ class FastDeployHost:
 
     def __init__(self, world: Any, manager: Any, worker: Worker, *, is_26: bool) -> None:
         self.world, self.manager, self.worker, self.is_26 = world, manager, worker, is_26
-        self.cache_manager = manager.cache_manager
+        self.cache_manager, self.abort = manager.cache_manager, manager.add_abort_req_ids
         self.block_size = manager.config.cache_config.block_size
         self.queue = Queue()
         self.pausing, self._paused_at = "", 0.0
@@ -80,9 +80,6 @@ class FastDeployHost:
 
     def task(self, request: Request) -> Any:
         return Task(request)
-
-    def abort(self, request_id: str) -> None:
-        self.manager.add_abort_req_ids(request_id)
 
     # ---- the schedule loop
 

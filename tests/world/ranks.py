@@ -36,7 +36,6 @@ RELEASED = "released"
 class Row:
     def __init__(self, task: Any, prefix: Prefix) -> None:
         self.uid, self.prefix = task.uid, prefix
-        self.table: list[int] = []
         self.computed = self.target = task.prefill_start_index
         self.own_from = task.prefill_start_index if task.skip_writing_prefix_cache else OWN_NOTHING
         """What it computes from here on nobody else may find."""

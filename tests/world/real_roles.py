@@ -75,8 +75,6 @@ class RoleWorker(Worker):
 
 
 class Prefill(RealHost):
-    role = "prefill"
-
     def task(self, request: Request) -> Any:
         task = super().task(request)
         task.max_tokens, task.eos_token_ids = 1, [END]
@@ -99,8 +97,6 @@ class Prefill(RealHost):
 
 
 class Decode(RealHost):
-    role = "decode"
-
     def take(self, rng: random.Random) -> None:
         if not self.world.faults.strike("late batch", rng):
             super().take(rng)
@@ -118,7 +114,7 @@ class Decode(RealHost):
 class RealRoles(Between):
     def __init__(self, world: Any, prefill: Prefill, decode: Decode) -> None:
         super().__init__(prefill, decode, num_ranks=1)
-        self.world, self.worker = world, self
+        self.world, self.worker, self.abort = world, self, decode.abort
         self.block_size = decode.block_size
         self.count: Counter[str] = Counter()
         self.hosts = prefill, decode
@@ -147,9 +143,6 @@ class RealRoles(Between):
             request.request_id = f"r{request.uid}"
         request.max_tokens += 1  # with one only, decode has nothing to do
         self._line.append(request)
-
-    def abort(self, request_id: str) -> None:
-        self.decode.abort(request_id)
 
     def _live(self, request_id: str) -> Request | None:
         return next((each for each in self.world.clients.requests.values() if each.request_id == request_id), None)
@@ -301,7 +294,7 @@ class RealRoles(Between):
         if len(cache.gpu_free_block_list) != cache.num_gpu_blocks:
             raise WrongError("a reset leaves blocks in use")
         cache.gate.open()
-        self.count[f"paused {host.role}"] += 1
+        self.count[f"paused {host.manager.config.scheduler_config.splitwise_role}"] += 1
         self.pausing = None
 
     # ---- laws
@@ -345,11 +338,10 @@ def roles(world: Any, rng: random.Random) -> None:
     block_size = rng.choice([2, 4])
     world.clients = Clients(world, block_size=block_size, kinds=8)
     host = partial(make_server, world, rng, block_size)
-    world.host = RealRoles(world, host(Prefill), host(Decode))
+    world.host = RealRoles(world, host("prefill", Prefill), host("decode", Decode))
 
 
-def make_server(world: Any, rng: random.Random, block_size: int, kind: Any) -> Any:
-    role = kind.role
+def make_server(world: Any, rng: random.Random, block_size: int, role: str, kind: Any) -> Any:
     device = world.size(f"{role} device", rng.randrange(LEAST, 40), LEAST)
     host, reports = world.size(f"{role} host", rng.choice([0, 20, 60]), 0), Reports(world)
     manager = make_manager(

@@ -72,25 +72,22 @@ class World:
 
     def go(self) -> None:
         """Raises what is wrong."""
+        events = self.events()
+        weights = [weight for weight, _ in events]
         try:
-            self._go()
+            for number, ticket in enumerate(self.run.tickets):
+                self.ticket, rng = ticket, self.source(ticket)
+                event = rng.choices(events, weights)[0][1]
+                self.clock.advance(TURN_S * rng.random())
+                event(rng)
+                if number % self.run.check_every == 0:
+                    self.host.check()
+            self.settle()
         except TransferError:
             # A block whose copy to the host failed was asked for before the engine heard of it: the worker ends.
             if not self.faults.count["copy to host fails"]:
                 raise
             self.host.count["the worker ends"] += 1
-
-    def _go(self) -> None:
-        events = self.events()
-        weights = [weight for weight, _ in events]
-        for number, ticket in enumerate(self.run.tickets):
-            self.ticket, rng = ticket, self.source(ticket)
-            event = rng.choices(events, weights)[0][1]
-            self.clock.advance(TURN_S * rng.random())
-            event(rng)
-            if number % self.run.check_every == 0:
-                self.host.check()
-        self.settle()
 
     def settle(self) -> None:
         """Nothing goes wrong any more, and everything ends."""

@@ -14,14 +14,11 @@ import random
 class DraftRow:
     def __init__(self, rng: random.Random, *, draft_tokens: int, model_steps: int, truncates: bool) -> None:
         """`truncates`: the draft model of a prompt has no position for the token behind it."""
-        self.rng, self.draft_tokens, self.model_steps = rng, draft_tokens, model_steps
-        self.truncates = truncates
-        self.length = 0
-        """Of the main model, in tokens with KV."""
-        self.proposed = 0
-        self.is_paused = False
-        self.draft_length = 0
-        self.draft_stopped = False
+        self.rng, self.truncates = rng, truncates
+        self.draft_tokens, self.model_steps = draft_tokens, model_steps
+        self.length = self.draft_length = self.proposed = 0
+        """Lengths of the main model and of the draft model: tokens with KV."""
+        self.is_paused = self.draft_stopped = False
 
     def chunk(self, start: int, end: int) -> set[int]:
         """Positions that the pass over `[start, end)` of the prompt writes, the last chunk or not."""
