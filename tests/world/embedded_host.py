@@ -267,9 +267,6 @@ class EmbeddedHost:
     def is_idle(self) -> bool:
         return not self.live and all(engine.is_idle for engine in self.engines)
 
-    def free_stuck(self) -> bool:
-        return False
-
     def check(self) -> None:
         for engine in self.engines:
             engine.core.check()

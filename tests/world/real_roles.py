@@ -330,9 +330,6 @@ class RealRoles(Between):
         for host in self.hosts:
             host.check_idle()
 
-    def free_stuck(self) -> bool:
-        return False
-
 
 def roles(world: Any, rng: random.Random) -> None:
     block_size = rng.choice([2, 4])

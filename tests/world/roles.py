@@ -136,7 +136,7 @@ class Between:
     def _fill(self, slot: int, source: int | None) -> None:
         """A byte arrives when no copy reads the slot, and is read when it is computed."""
         for rank in (self.prefill.rank, self.decode.rank):
-            rank.device.run_until(lambda device=rank.device: device.is_idle)
+            rank.device.run_dry()
         for layer, other in zip(self.decode.rank.layers, self.prefill.rank.layers, strict=True):
             layer[slot] = GARBAGE if source is None else other[source]
 

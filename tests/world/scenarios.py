@@ -58,7 +58,7 @@ def fastdeploy(
         world.host = FastDeployHost(world, manager, worker, is_26=release == 26)
     else:
         world.host = make(world, rng, worker, reports, config, device, seats=seats, max_tokens=budget, backend=backend)
-    world.others = [reports]
+    world.others, world.free_stuck = [reports], world.host.free_stuck
     if backend:
         add_store(world, rng, backend, world.host.cache_manager, worker.ranks)
 

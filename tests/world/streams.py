@@ -98,8 +98,7 @@ class VirtualStream(Stream):
     def synchronize(self) -> None:
         self.device.run_until(lambda: not self.waiting)
 
-    def close(self) -> None:
-        self.synchronize()
+    close = synchronize
 
 
 class VirtualCopies(CpuCopies):
@@ -147,6 +146,9 @@ class VirtualDevice(CpuRuntime):
             stream = rng.choice(self.streams)
             if not stream.run() and not any(each.run() for each in self.streams):
                 return
+
+    def run_dry(self) -> None:
+        self.run_until(lambda: self.is_idle)
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         while not condition():

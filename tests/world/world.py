@@ -45,6 +45,8 @@ class World:
         """Further actors: `events`, `is_idle`."""
         self.last_checks: list[Any] = []
         """When all is idle."""
+        self.free_stuck: Any = lambda: False
+        """Whether it could, where nothing moves."""
         self.clients: Clients
         self.host: Any
         SCENARIOS[run.scenario](self, self.source("scenario"))
@@ -107,7 +109,7 @@ class World:
             since = since + 1 if self.host.progress == before else 0
             before = self.host.progress
             if since > 300:
-                if not self.host.free_stuck():
+                if not self.free_stuck():
                     raise WrongError(f"nothing moves any more: {self.describe()}")
                 since = 0
         else:
