@@ -76,8 +76,11 @@ class EngineRank(Tensors):
             raise
         for row, _, end in work:
             row.computed = end
-        counts = zip(work, (each.num_logits for each in slices), strict=True)
-        return [[self._scores(row, at) for at in range(end + 1 - count, end + 1)] for (row, _, end), count in counts]
+        scores = np.eye(VOCABULARY + 1, dtype=np.float32)
+        return [
+            [scores[next_token(tag)] for tag in row.prefix.chain[end + 1 - each.num_logits : end + 1]]
+            for (row, _, end), each in zip(work, slices, strict=True)
+        ]
 
     def _guess(self, slices: Any, chosen: Any, caches: Any, before_layer: Any) -> list[Any]:
         """Two guesses of three are right."""
@@ -89,9 +92,6 @@ class EngineRank(Tensors):
             tag = 0 if token is None else self.tags.of(row.prefix.chain[-1], token)
             guesses.append(None if token is None else next_token(tag + (tag % 3 == 0)))
         return guesses
-
-    def _scores(self, row: Any, end: int) -> Any:
-        return np.eye(VOCABULARY + 1, dtype=np.float32)[next_token(row.prefix.chain[end])]
 
     def _row(self, task: StepTask) -> Any:
         row, generation = self._rows.get(task.request_id), self.generations[task.request_id]

@@ -52,12 +52,9 @@ class Tensors(RankMemory):
         super().__init__(on_device=on_device)
         self.number, self.device, self.tags, self.block_size = number, device, tags, block_size
         self.layers = [np.full((blocks, block_size), UNWRITTEN, np.int64) for _ in range(LAYERS)]
+        self.by_name = {str(number): layer for number, layer in enumerate(self.layers)}
         self.layout = CacheLayout(LAYERS, (RoleSpec("key", (1, block_size, 2), "float32"),))
         self.using: deque[tuple[set[int], set[int]]] = deque()
-
-    @property
-    def by_name(self) -> dict[str, Any]:
-        return {str(number): layer for number, layer in enumerate(self.layers)}
 
     def _submit(
         self, work: Sequence[tuple[Row, int, int]], before_layer: Callable[[int], object], void: Sequence[str] = ()

@@ -87,8 +87,8 @@ class Store:
     is_ready = True
     tier: Any = None
     """At the engine, which is idle when no slot is lent to the store."""
-    goes_on = False
-    """Whether a failed call may go on."""
+    on_device = False
+    """Whether it reads and fills device slots. Then a call that failed may go on."""
 
     def __init__(self, world: Any, memories: Sequence[RankMemory]) -> None:
         self._world, self._memories, self.num_ranks = world, memories, len(memories)
@@ -129,7 +129,12 @@ class Store:
         return [(self.namespace, each) for each in blocks]
 
     def _begin(self, call: Call) -> None:
+        """Its slots may be read or filled from now on."""
         self.calls[call.kind].append(call)
+        for memory in self._memories if self.on_device else ():
+            for read, written in memory.using:
+                if not (read if call.kind == "load" else written).isdisjoint(call.slots):
+                    raise WrongError(f"a pass still runs in slots that {call} is about")
 
     # ---- the world's end
 
@@ -198,14 +203,14 @@ class Store:
         for memory in self._memories:
             memory.refilled(call.slots[: len(values)], on_device=memory.uses_device_tier)
         error, quiet_after, count = "connection reset" if fails else None, 0.0, len(values)
-        if fails and self.goes_on and cut < 0.7:
+        if fails and self.on_device and cut < 0.7:
             self._late.append((self._world.clock() + LATE_S, call.slots, None))
             quiet_after, count = LATE_S, 0
         return [LoadDone(call.name, rank, count, wrong, 0, 0.01, error, quiet_after) for rank in range(self.num_ranks)]
 
     def _store(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
         fails, values = fails or wrong, [self._read(slot) for slot in call.slots]
-        if fails and self.goes_on:
+        if fails and self.on_device:
             self._late.append((self._world.clock() + LATE_S, call.slots, values))
         for name, slot, value in () if fails else zip(call.path[call.first :], call.slots, values, strict=True):
             if not _equal(self.values.setdefault(name, value), value):
@@ -219,7 +224,7 @@ class Store:
 class TokenStore(Store):
     """Names blocks by token ids, reads and fills device slots, and notices one that it is given too early."""
 
-    goes_on = True
+    on_device = True
 
     def _call(self, command: Any) -> Call:
         tokens, size = command.token_ids, self._world.host.block_size
@@ -231,14 +236,6 @@ class TokenStore(Store):
         exists, first = command.flush_cache_exists, command.start_write_block_idx
         kind = "store" if exists is None else "state"
         return Call(kind, command.task_id, path, first, command.gpu_block_ids, exists)
-
-    def _begin(self, call: Call) -> None:
-        """Its slots may be read or filled from now on."""
-        super()._begin(call)
-        for memory in self._memories:
-            for read, written in memory.using:
-                if not (read if call.kind == "load" else written).isdisjoint(call.slots):
-                    raise WrongError(f"a pass still runs in slots that {call} is about")
 
     def _stored_on(self, rank: int, call: Call, fails: bool) -> Any:
         if fails:

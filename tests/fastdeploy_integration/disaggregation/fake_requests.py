@@ -37,9 +37,7 @@ class FrontEnd:
 
     def __init__(self, *known):
         self.requests, self.results = dict.fromkeys(known), []
-
-    def has_request(self, request_id):
-        return request_id in self.requests
+        self.has_request = self.requests.__contains__
 
     def put_results(self, outputs):
         self.results += outputs
