@@ -25,8 +25,7 @@ def hunt(mutant: Change, seeds: int, events: int) -> int:
     path = SOURCES / mutant.file
     load_from(path, mutant.applied_to(path.read_text(encoding="utf-8")))
     from tests.world.scenarios import SCENARIOS
-    from tests.world.trial import KEPT, line, try_run
-    from tests.world.world import Run
+    from tests.world.world import KEPT, Run, line, try_run
 
     by_seed = (Run(scenario, seed, range(events)) for seed in range(seeds) for scenario in SCENARIOS)
     for run in itertools.chain(KEPT, by_seed):

@@ -68,6 +68,8 @@ WHOLE = geometry()
 
 
 class _Rank:
+    step = None
+
     def __init__(self, net, tensors, rank_geometry):
         self.net, self.tensors, self.done = net, tensors, []
         self.hazards = HazardTable("device", NUM_BLOCKS)
@@ -77,6 +79,10 @@ class _Rank:
     def make_desk(self, kind, *listening, **given):
         given = {"regions": rows(self.tensors), "network": self.net.ends(), **given}
         return kind(self.ours, self.plane, self.hazards, *listening, **given)
+
+    def turn(self):
+        self.done += self.desk.turn() if self.step is None else self.desk.turn(self.step)
+        self.desk.check()
 
     def is_idle(self):
         """No lease, fetch or offer is open, and nothing holds a slot."""
@@ -103,10 +109,6 @@ class PrefillRank(_Rank):
     def all_there(self, lease, count):
         self.desk.progress(lease, count, LAYERS)
 
-    def turn(self):
-        self.done += self.desk.turn()
-        self.desk.check()
-
 
 class DecodeRank(_Rank):
     def __init__(self, net, *, rank_geometry=WHOLE, port=0, **desk):
@@ -114,10 +116,6 @@ class DecodeRank(_Rank):
         super().__init__(net, tensors, rank_geometry)
         self.desk, self.step = self.make_desk(FetchDesk, HOST, port, **desk), 0
         self.port = self.desk.port
-
-    def turn(self):
-        self.done += self.desk.turn(self.step)
-        self.desk.check()
 
     def touched(self):
         """Slots with a byte that is no canary."""

@@ -9,15 +9,13 @@ from importlib.util import find_spec
 
 from .chance import numbers
 from .scenarios import SCENARIOS
-from .trial import line, shrink, try_run
-from .world import Run
+from .world import Run, line, shrink, try_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.world")
     parser.add_argument("scenario", choices=sorted(SCENARIOS))
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--seeds", default="0-9", help="such as 0-99; ignored with --seed")
+    parser.add_argument("--seed", "--seeds", default="0-9", help="such as 12, or 0-99", type=numbers)
     parser.add_argument("--events", type=int, default=500)
     parser.add_argument("--tickets", help="only these of them, such as 3,7,12-40")
     parser.add_argument("--off", default="", help="faults that do not happen, separated by commas")
@@ -30,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     off = frozenset(filter(None, chosen.off.split(",")))
     sizes = {name: int(size) for name, size in (each.split("=") for each in chosen.size)}
     failed = 0
-    for seed in numbers(chosen.seeds) if chosen.seed is None else [chosen.seed]:
+    for seed in chosen.seed:
         run = Run(chosen.scenario, seed, tickets, off, sizes, chosen.check_every)
         result = try_run(run)
         if result.error is None:
@@ -43,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             final = try_run(smallest._replace(check_every=1))
             print(*final.trace, f"{final.error}\n  {line(smallest)}", sep="\n")
             break
-        if chosen.seed is not None:
+        if len(chosen.seed) == 1:
             print(*result.trace, sep="\n")
     return 1 if failed else 0
 

@@ -41,7 +41,6 @@ class Clients:
         self.finished: list[list[int]] = []
         self.computed: list[list[int]] = []
         """All that was, without salt or images."""
-        self._count = 0
         self.num_ended: dict[str, int] = {}
 
     # ---- events
@@ -49,7 +48,6 @@ class Clients:
     def add(self, rng: random.Random) -> None:
         request = self._request(rng)
         if len(self.requests) < self.most:
-            self._count += 1
             self.requests[request.uid] = request
             self.ids.append(request.request_id)
             self.world.log("add", request.request_id, f"{len(request.prompt)}+{request.max_tokens}")
@@ -63,7 +61,7 @@ class Clients:
             self.world.host.abort(request.request_id)
 
     def _request(self, rng: random.Random) -> Request:
-        request = Request(self._count, f"r{self._count}", self._prompt(rng), rng.randrange(1, 13))
+        request = Request(len(self.ids), f"r{len(self.ids)}", self._prompt(rng), rng.randrange(1, 13))
         lot = rng.random()
         old = int(rng.random() * 10)
         if lot < 0.1 and self.ids:

@@ -16,8 +16,7 @@ from .__main__ import main
 from .chance import FAULTS, numbers
 from .ranks import Worker
 from .scenarios import SCENARIOS
-from .trial import KEPT, line, shrink, try_run
-from .world import Run
+from .world import KEPT, Run, line, shrink, try_run
 
 SEEDS = range(20)
 RUNS = [*KEPT, *(Run(scenario, seed, range(500)) for scenario in SCENARIOS for seed in SEEDS)]
