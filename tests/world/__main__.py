@@ -48,5 +48,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if find_spec("fastdeploy") is not None:  # its own hosts have scenarios, too
-        from . import real_host, real_roles  # noqa: F401
+        from . import real_host  # noqa: F401
     sys.exit(main())

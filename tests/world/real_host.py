@@ -1,24 +1,55 @@
-"""FastDeploy's own ResourceManagerV1, of the release that this process imports, in place of the rules that are told.
+"""FastDeploy's own ResourceManagerV1, of the release that this process imports, in place of the rules that are told:
+alone, and twice as a prefill and a decode server, over the adapters of both roles.
 
 Its thread pools are turns of the world. For a FastDeploy process only: tests/fastdeploy/inside/world.py runs in one.
+
+Between the roles go requests for room, blocks and first tokens, each on its way for a while. What lies below the
+adapters is told by what it must do: a fetch fills its slots in any order once the worker has the batch it waits for,
+holds anything until then, and ends once. Prefill's blocks are read at the last moment, so one that it gives away early
+is noticed.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
-from collections import deque
+import tempfile
+from collections import Counter, deque
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from tests.fastdeploy.real_manager import IS_26, make_manager, make_request
 
-from .clients import Request
+from .chance import pick
+from .clients import Clients, Request
 from .fastdeploy_host import LEAST_BLOCKS, FastDeployHost
 from .memory import WrongError
-from .ranks import Reports, Worker
+from .ranks import OWN_NOTHING, Reports, Worker
 from .resource_manager import ask, images_of
-from .scenarios import SCENARIOS, fastdeploy, updating
+from .roles import Between
+from .scenarios import SCENARIOS, fastdeploy, make_worker, updating
+
+_secret = Path(tempfile.mkdtemp()) / "secret"
+_secret.write_text("0123456789abcdef")
+os.environ["FASTDEPLOY_KVCACHE_PEER_SECRET_FILE"] = str(_secret)
+os.environ["FASTDEPLOY_KVCACHE_CPU_RUN"] = str(_secret.parent)
+
+from fastdeploy.engine.request import CompletionOutput, RequestMetrics, RequestOutput  # noqa: E402
+from fastdeploy.engine.request import Request as Task  # noqa: E402
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import role_caches  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import FirstTokens  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.settings import RankPlace  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of  # noqa: E402
+
+role_caches.place_of = lambda config: RankPlace("127.0.0.1", (1,), "a model")
 
 LEAST = LEAST_BLOCKS + 2
 """FastDeploy refuses fewer blocks for requests that long."""
@@ -104,6 +135,315 @@ def make_host(
     return RealHost(world, manager, worker)
 
 
+# ---- roles
+
+END = 0
+"""A token that ends a request, and that no worker samples."""
+
+
+class RoleWorker(Worker):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._inbox, self.last_step = SwapInbox(), -1
+        self.offers: dict[str, list[int]] = {}
+        """Tables that decode may read, by name of the transfer, each offered once; empty of a request that was given
+        up.
+        """
+        self._names: dict[str, str] = {}
+
+    def take(self, batch: bytes) -> None:
+        tasks = pickle.loads(batch)
+        self.last_step = max([self.last_step, *(each.step for each in self._inbox.take(tasks))])
+        for task in tasks:
+            if task.task_type.name in ("PREEMPTED", "ABORT") and task.request_id in self._names:
+                self.offers[self._names.pop(task.request_id)] = []
+        super().take(batch)
+
+    def _prefill(self, task: Any) -> None:
+        super()._prefill(task)
+        self.rows[task.idx].own_from = OWN_NOTHING  # the other server reads it
+        if name_of(task) not in self.offers:
+            self._names[task.request_id] = name_of(task)
+            self.offers[name_of(task)] = self.rows[task.idx].table
+
+
+class Prefill(RealHost):
+    def task(self, request: Request) -> Any:
+        task = super().task(request)
+        task.max_tokens, task.eos_token_ids = 1, [END]
+        task.disaggregate_info = {"prefill_ip": "p", "prefill_connector_port": 1}
+        return task
+
+    def take_tokens(self, rng: random.Random) -> None:
+        """FastDeploy's thread waits until decode has the blocks."""
+        if not self.world.host.computed:
+            super().take_tokens(rng)
+
+    def _take_token(self, task: Any, token: int, root: Any) -> None:
+        self.world.host.computed[name_of(task)] = task, token
+
+    def check(self) -> None:
+        super().check()
+        for task in self.manager.running:
+            if len(task.block_tables) * self.block_size < task.need_prefill_tokens:
+                raise WrongError(f"{task.request_id} runs without all of its blocks")
+
+
+class Decode(RealHost):
+    def take(self, rng: random.Random) -> None:
+        if not self.world.faults.strike("late batch", rng):
+            super().take(rng)
+
+    def _put(self, tasks: Any, lost: str) -> None:
+        """FastDeploy answers clients of preempted requests when it has scheduled."""
+        if lost != "lost before put":
+            for task in tasks:
+                if task.task_type.name == "PREEMPTED":
+                    self.count["preempted"] += 1
+                    self.world.host.end(task.request_id, "preempted")
+        super()._put(tasks, lost)
+
+
+class RealRoles(Between):
+    def __init__(self, world: Any, prefill: Prefill, decode: Decode) -> None:
+        super().__init__(prefill, decode, num_ranks=1)
+        self.world, self.worker, self.abort = world, self, decode.abort
+        self.block_size = decode.block_size
+        self.count: Counter[str] = Counter()
+        self.hosts = prefill, decode
+        for host in self.hosts:
+            host.count, host.news, host.rank = self.count, [], host.worker.ranks[0]
+        self.pausing: RealHost | None = None
+        self._line: deque[Request] = deque()
+        self._asking: list[Any] = []
+        self.computed: dict[str, tuple[Any, int]] = {}
+        """Requests whose blocks decode may read, and their first tokens, by the name of the transfer."""
+        self._messages: list[Any] = []
+        self._outcome: dict[str, bool] = {}
+        """Whether all blocks arrived, which prefill learns."""
+        cache = decode.cache_manager
+        cache._ranks = self
+        cache.grants._clock = cache.grants.ledger._clock = world.clock
+        engine = SimpleNamespace(
+            resource_manager=decode.manager, scheduler=self, token_processor=SimpleNamespace(tokens_counter={})
+        )
+        self._tokens = FirstTokens(engine, cache, RequestOutput, clock=world.clock)
+
+    # ---- clients, and FastDeploy's scheduler at decode
+
+    def add(self, request: Request) -> None:
+        if self._live(request.request_id) is not request:
+            request.request_id = f"r{request.uid}"
+        request.max_tokens += 1  # with one only, decode has nothing to do
+        self._line.append(request)
+
+    def _live(self, request_id: str) -> Request | None:
+        return next((each for each in self.world.clients.requests.values() if each.request_id == request_id), None)
+
+    def has_request(self, request_id: str) -> bool:
+        return self._live(request_id) is not None
+
+    def end(self, request_id: str, how: str) -> None:
+        request = self._live(request_id)
+        if request is not None:
+            self.world.clients.ended(request.uid, how)
+
+    def put_results(self, outputs: Any) -> None:
+        for output in outputs:
+            if "in time" in (output.error_msg or ""):
+                raise WrongError(output.error_msg)
+            if output.finished:
+                self.end(output.request_id, f"answered {output.error_code}")
+
+    # ---- prefill gives a request its blocks, and asks decode for room
+
+    def bring(self, rng: random.Random) -> None:
+        if self._line and self.pausing is not self.prefill:
+            task = self.prefill.task(self._line[0])
+            if self.prefill.manager.preallocate_resource_in_p(task):
+                self._line.popleft()
+                self._asking.append(task)
+
+    def ask(self, rng: random.Random) -> None:
+        task, gives_up = pick(self._asking, rng.random()), rng.random() < 0.02
+        strike = self.world.faults.strike
+        dies, times = strike("lease breaks", rng), 1 + strike("message comes twice", rng)
+        if task is None:
+            return
+        if self.pausing is self.prefill:
+            self._refuse(task, 502)
+            return
+        granted = [self._preallocate(task) for _ in range(times)][-1]
+        if granted and not dies:
+            self._asking = [each for each in self._asking if each is not task]
+            self.prefill.manager.add_request_in_p([task])
+        elif granted or gives_up:
+            self._refuse(task, 500)
+            self.end_fetch(name_of(task), "the prefill server died")
+
+    def _preallocate(self, task: Any) -> bool:
+        request = self.world.clients.requests.get(task.uid)
+        copy = Task.from_dict(task.to_dict())
+        copy.uid, copy.prompt, copy.max_tokens = task.uid, task.prompt, request.max_tokens if request else 2
+        return self.decode.manager.preallocate_resource_in_d(copy)
+
+    def _refuse(self, task: Any, code: int) -> None:
+        self._asking = [each for each in self._asking if each is not task]
+        self.prefill.manager.pre_recycle_resource(task.request_id)
+        self._send(task, error_code=code, error_msg="no")
+
+    def _send(self, task: Any, **fields: Any) -> None:
+        output = RequestOutput(request_id=task.request_id, ic_req_data=task.ic_req_data, **fields)
+        output.metrics = output.metrics or RequestMetrics()
+        self._messages.append(output.to_dict())
+
+    # ---- blocks go to decode
+
+    def send(self, command: Any) -> Any:
+        """To its rank."""
+        self.handle(command)
+        return ()
+
+    def take(self) -> Any:
+        """From its rank."""
+        news, self.decode.news = self.decode.news, []
+        return [RankNews(rank, each) for rank, each in news]
+
+    def end_fetch(self, name: str, error: str | None = None, rank: int | None = None) -> None:
+        if name in self.fetches:
+            self._outcome[name] = error is None
+            self.count["found"] += self.fetches[name].first_block
+        super().end_fetch(name, error, rank)
+
+    def sources(self, fetch: Any) -> Any:
+        name = fetch.request_id
+        table = self.prefill.worker.offers.get(name)
+        if table == []:
+            self.end_fetch(name, "the prefill server gave the request up")
+        elif self.may_write(fetch) and name in self.computed:
+            return table[fetch.first_block :][: len(fetch.slots)]
+        return None
+
+    def may_write(self, fetch: Any) -> bool:
+        return bool(fetch.after_step <= self.decode.worker.last_step)
+
+    # ---- first tokens go to decode
+
+    def tell(self, rng: random.Random) -> None:
+        """Prefill learns what became of the blocks. 2.5 tells a token before, for an id that it has seen before."""
+        name, early = pick(self.computed, rng.random()), self.world.faults.strike("answer breaks", rng)
+        ends, outcome = rng.random() < 0.05, self._outcome.get(name)
+        if name is None:
+            return
+        task, token = self.computed[name]
+        if outcome is None:
+            if early:
+                self._first(task, token, rng)
+            return
+        del self.computed[name]
+        if outcome:
+            self._first(task, END if ends else token, rng)
+        else:
+            self._send(task, error_code=501, error_msg="no")
+        self.prefill.manager.finish_requests([task.request_id])
+
+    def _first(self, task: Any, token: int, rng: random.Random) -> None:
+        for _ in range(1 + self.world.faults.strike("message comes twice", rng)):
+            self._send(task, outputs=CompletionOutput(index=0, send_idx=0, token_ids=[token]), finished=True)
+
+    def hear(self, rng: random.Random) -> None:
+        """FastDeploy's thread at decode, which looks also when nothing has come."""
+        message = pick(self._messages, rng.random())
+        queue = [] if message is None else [("decode", [RequestOutput.from_dict(message)])]
+        self._messages = [each for each in self._messages if each is not message]
+        if self._tokens.is_empty(lambda: not queue):
+            return
+        for _, outputs in self._tokens.take(lambda: queue):
+            for output in outputs:
+                task = self.decode.manager.requests[output.request_id]
+                token = output.outputs.token_ids[0]
+                self.decode.manager.add_prefilled_request(output)
+                self.world.clients.token(task.uid, token, self.world.root(task), self.world.tags)
+
+    # ---- administration
+
+    def pause(self, rng: random.Random) -> None:
+        host = rng.choice(self.hosts)
+        if not self.pausing:
+            self.pausing = host
+            host.cache_manager.gate.close()
+
+    def go_on_pausing(self, rng: random.Random) -> None:
+        host = self.pausing
+        if not host:
+            return
+        cache = host.cache_manager
+        cache.end(host.manager)
+        if host is self.decode:
+            self.world.clients.aborted.update(host.manager.requests)
+        if host.manager.requests or cache.num_shared or host.queue.exist_tasks() or not host.worker.is_idle:
+            return
+        cache.reset()
+        if len(cache.gpu_free_block_list) != cache.num_gpu_blocks:
+            raise WrongError("a reset leaves blocks in use")
+        cache.gate.open()
+        self.count[f"paused {host.manager.config.scheduler_config.splitwise_role}"] += 1
+        self.pausing = None
+
+    # ---- laws
+
+    @property
+    def events(self) -> list[Any]:
+        steps = {"schedule": 16, "take": 12, "run": 14, "take_tokens": 16}
+        both = [(weight, getattr(host, name)) for host in self.hosts for name, weight in steps.items()]
+        both += [(16, host.worker.run_devices) for host in self.hosts]
+        ours = (self.bring, self.ask, self.scribble, self.arrive, self.tell, self.hear)
+        return [*both, *((16, each) for each in ours), (40, self.turn), (5, self.go_on_pausing), (0.5, self.pause)]
+
+    def turn(self, rng: random.Random) -> None:
+        for part in (self.bring, self.ask, self.prefill.turn, self.arrive, self.tell, self.hear, self.decode.turn):
+            part(rng)
+
+    def check(self) -> None:
+        for host in self.hosts:
+            host.check()
+
+    @property
+    def progress(self) -> Any:
+        passes = (each.worker.num_passes for each in self.hosts)
+        return len(self.world.clients.requests), *passes, len(self._messages)
+
+    @property
+    def is_idle(self) -> bool:
+        on_its_way = self._line or self._asking or self.computed or self._messages or self.fetches or self.pausing
+        return not on_its_way and all(each.is_idle and each.worker.is_idle for each in self.hosts)
+
+    def check_idle(self) -> None:
+        self.decode.cache_manager.check_idle()
+        for host in self.hosts:
+            host.check_idle()
+
+
+def roles(world: Any, rng: random.Random) -> None:
+    block_size = rng.choice([2, 4])
+    world.clients = Clients(world, block_size=block_size, kinds=8)
+    host = partial(make_server, world, rng, block_size)
+    world.host = RealRoles(world, host("prefill", Prefill), host("decode", Decode))
+
+
+def make_server(world: Any, rng: random.Random, block_size: int, role: str, kind: Any) -> Any:
+    device = world.size(f"{role} device", rng.randrange(LEAST, 40), LEAST)
+    host, reports = world.size(f"{role} host", rng.choice([0, 20, 60]), 0), Reports(world)
+    manager = make_manager(
+        device, host, rng.choice(list(WritePolicy)).value, threshold=rng.randrange(1, 4), block_size=block_size,
+        seats=rng.randrange(2, 7), max_tokens=rng.choice([8, 24, 16 * block_size]), role=role,
+    )  # fmt: skip
+    manager.cache_manager.reports = reports
+    world.others.append(reports)
+    sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
+    return kind(world, manager, make_worker(world, reports, kind=RoleWorker, **sizes))
+
+
 real = partial(fastdeploy, make=make_host, least=LEAST)
 
 SCENARIOS |= {
@@ -111,4 +451,5 @@ SCENARIOS |= {
     "real updates": partial(updating, make=real),
     "real file": partial(real, backend="file"),
     "real attention_store": partial(real, backend="attention_store"),
+    "real roles": roles,
 }

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.world import real_host, real_roles  # noqa: F401  (first: it activates the overlay)
+from tests.world import real_host  # noqa: F401  (first: it activates the overlay)
 from tests.world.fastdeploy_host import LOSSES
 from tests.world.test_world import test_a_seed_replays_event_for_event  # noqa: F401
 from tests.world.world import Run, line, try_run
