@@ -132,6 +132,7 @@ class Engine:
         """Between it and another engine: blocks that one of them reads."""
         self.news: list[tuple[int, TransferNews]] = []
         """By rank, each in order."""
+        self.events = [(0.3, self.reset), (40, self.turn), (20, self.run_device)]
         self.parts = ("step", "take", "run_device", "answer", "report")
 
     def generation(self, name: str, request: Request, sink: Any, *, max_tokens: int, **options: Any) -> Generation:
@@ -146,10 +147,6 @@ class Engine:
         self._sent.append((batch, {task.request_id: running[task.request_id] for task in batch.requests}))
 
     # ---- events
-
-    @property
-    def events(self) -> list[Any]:
-        return [(0.3, self.reset), (40, self.turn), (20, self.run_device)]
 
     def turn(self, rng: random.Random) -> None:
         """Some of what it does, in the order of a step, up to three times."""

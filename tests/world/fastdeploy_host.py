@@ -58,6 +58,8 @@ class FastDeployHost:
 
     batch: tuple[Any, ...] = ()
     """The last one."""
+    task: Any = staticmethod(Task)
+    """What it makes of a client's request."""
 
     def __init__(self, world: Any, manager: Any, worker: Worker, *, is_26: bool) -> None:
         self.world, self.manager, self.worker, self.is_26 = world, manager, worker, is_26
@@ -77,9 +79,6 @@ class FastDeployHost:
             self._outside.append(task)
         else:
             self.manager.add_request(task)
-
-    def task(self, request: Request) -> Any:
-        return Task(request)
 
     # ---- the schedule loop
 

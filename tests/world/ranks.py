@@ -131,10 +131,7 @@ class Reports:
         self._world = world
         self._underway: deque[tuple[int, TransferReport]] = deque()
         self._arrived: list[tuple[int, TransferReport]] = []
-
-    @property
-    def events(self) -> list[Any]:
-        return [(8, self.arrive)]
+        self.events = [(8, self.arrive)]
 
     def tell(self, rank: int, report: TransferReport) -> None:
         self._underway.append((rank, report))

@@ -101,6 +101,7 @@ class Store:
         self._late: list[tuple[float, Sequence[int], list[Value] | None]] = []
         """Calls that failed and go on for so long: they read these values from the slots, or fill them."""
         self._listener: Callable[[Any], None] = print
+        self.events = [(12, self.answer), (5, self.go_on), (0.5, self.lose)]
 
     # ---- the link
 
@@ -137,10 +138,6 @@ class Store:
                     raise WrongError(f"a pass still runs in slots that {call} is about")
 
     # ---- the world's end
-
-    @property
-    def events(self) -> list[Any]:
-        return [(12, self.answer), (5, self.go_on), (0.5, self.lose)]
 
     @property
     def is_idle(self) -> bool:

@@ -55,12 +55,9 @@ class Updater:
         self._take, self._run, self._put = host.take, host.run, host._put
         self._processes = self._call(), self._work()
         self.api, self.loop = (partial(self._go_on, process) for process in self._processes)
+        self.events = [(10, self.api), (8, self.poll)]
         host.take = host.run = self.loop
         host._put, host.pause = self._put_later, lambda _: None
-
-    @property
-    def events(self) -> list[Any]:
-        return [(10, self.api), (8, self.poll)]
 
     @property
     def is_idle(self) -> bool:
