@@ -119,7 +119,7 @@ class VirtualDevice(CpuRuntime):
         super().__init__()
         self.clock, self.copy_fails, self.at_once = clock, copy_fails, at_once
         self.streams = [VirtualStream(self, "compute", computes=True)]
-        self._compute = self.streams[0]
+        self.compute_stream = self.streams[0]
 
     def new_stream(self, name: str) -> VirtualStream:
         self.streams.append(VirtualStream(self, name))
