@@ -12,6 +12,7 @@ import numpy as np
 
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows
 from fastdeploy_kvcache_v1.worker.ops.copies import Copies, CpuCopies
+from fastdeploy_kvcache_v1.worker.ops.cuda_copies import MOST_BATCHED
 from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime, Runtime
 from tests.gpu.stand_in.fake_driver import COMPUTE
@@ -120,6 +121,7 @@ def by(gpu: Any, way: str) -> Copy:
         _carry_out(runtime, copies, memory, runs, to_device)
         gpu.call("cuMemHostUnregister", memory.bytes.ctypes.data)
         assert gpu.faults == []
+        assert all(entry[2] <= MOST_BATCHED for entry in gpu.log if entry[0] == "batch")
         assert not len(runs) or any(entry[0] == NAMES[way] for entry in gpu.log)
 
     return copy
