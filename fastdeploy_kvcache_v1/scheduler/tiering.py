@@ -101,16 +101,20 @@ class Tiering:
 
     def hit(self, leaf: Run) -> None:
         """The blocks of the pinned path to `leaf`, if any, all on the device, have served one more request."""
+        after = self._policy.copied_after_hits
+        if after is None:
+            return
         run = leaf
-        while run.parent is not None and run.hits < self._policy.hits_that_count:  # then those above have had as many
+        while run.parent is not None and run.hits < after:  # then those above have had as many
             run.hits += 1
             run = run.parent
-        self._counters.backup_skipped_blocks += self._back_up(self._policy.on_hit(leaf))
+        self._counters.backup_skipped_blocks += self._back_up([run for run in leaf.path() if run.hits >= after])
 
     def back_up_completed(self, runs: Sequence[Run], num_new: int) -> None:
         """The last `num_new` blocks of `runs`, in prompt order, have just been computed."""
-        skipped = self._back_up(self._policy.on_completion(runs))
-        self._counters.backup_skipped_blocks += min(skipped, num_new)  # for older ones that was counted before
+        if self._policy.copied_after_hits == 0:
+            skipped = self._back_up(runs)
+            self._counters.backup_skipped_blocks += min(skipped, num_new)  # for older ones that was counted before
 
     # ---- the step
 

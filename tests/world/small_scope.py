@@ -289,7 +289,7 @@ def text(world: World) -> str:
     residency, requests, told = manager._residency, manager._requests, manager._tiering.told
     tree = sorted(manager._tree.runs(), key=lambda run: run.last_hash)
     number = {run: at for at, run in enumerate([*tree, *residency.detached_runs()])}
-    counts_hits = bool(manager._tiering._policy.hits_that_count)
+    counts_hits = bool(manager._tiering._policy.copied_after_hits)
     parts: list[Any] = [counts_hits and sorted(world.preempted), world.faults_left]
     for run in number:
         places = [run.slots(DEVICE, run.start, run.end) if run.on_device or run.open else [], run.host_slots]

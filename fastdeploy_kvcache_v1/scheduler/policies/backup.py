@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ...config import KVCacheConfig, WritePolicy
-from ..run import Run
 
 DECAY = 0.9
 """Per step: a rush of new prompts is remembered for some twenty steps."""
 
 
 class BackupPolicy:
-    """What a value of `config.WritePolicy` means. This one never wants a copy; the others override what they need.
+    """What a value of `config.WritePolicy` means.
 
     `Tiering` asks, finds room on the host, and copies; it passes over runs that have a host copy. A run for which there
     is no room gets no copy, which costs speed and nothing else.
     """
 
-    hits_that_count = 0
-    """The policy needs hit counts up to this number. `Run.hits` stops there: blocks with different counts cannot share
-    a run, so counting further would make runs shorter.
-    """
-
-    saves_at_eviction = False
-    """A run that leaves the device without a host copy is copied first."""
-
     weighs = False
     """A block is copied only if it is worth as much as what would have to leave the host for it."""
 
-    def on_hit(self, leaf: Run) -> Sequence[Run]:
-        """Runs to copy, in prompt order: the path to `leaf`, all on the device, has served one more request."""
-        return ()
-
-    def on_completion(self, runs: Sequence[Run]) -> Sequence[Run]:
-        """Runs to copy, in prompt order, of `runs`, the last of whose blocks have just been computed."""
-        return ()
+    def __init__(self, *, copied_after_hits: int | None = None, saves_at_eviction: bool = False) -> None:
+        self.copied_after_hits = copied_after_hits
+        """A run is copied once so many requests have hit it, or tried again at a later hit; with 0 as soon as its
+        blocks are complete. None: never for its hits. `Run.hits` stops there: blocks with different counts cannot
+        share a run, so counting further would make runs shorter.
+        """
+        self.saves_at_eviction = saves_at_eviction
+        """A run that leaves the device without a host copy is copied first."""
 
     def blocks_ahead(self, num_evicted: int, num_device: int, num_host: int) -> int:
         """How many blocks, from the next to leave the device on, are to be copied before they must go. Asked once per
@@ -44,33 +36,7 @@ class BackupPolicy:
         return 0
 
 
-class WriteThrough(BackupPolicy):
-    """As soon as a block is complete. Hits, and blocks that follow, try again for which there was no room."""
-
-    def on_hit(self, leaf: Run) -> Sequence[Run]:
-        return leaf.path()
-
-    def on_completion(self, runs: Sequence[Run]) -> Sequence[Run]:
-        return runs
-
-
-class WriteThroughSelective(BackupPolicy):
-    """Once a block has been hit often enough."""
-
-    def __init__(self, threshold: int) -> None:
-        self.hits_that_count = threshold
-
-    def on_hit(self, leaf: Run) -> Sequence[Run]:
-        return [run for run in leaf.path() if run.hits >= self.hits_that_count]
-
-
-class WriteBack(BackupPolicy):
-    """When the device tier evicts a block."""
-
-    saves_at_eviction = True
-
-
-class Auto(WriteBack):
+class Auto(BackupPolicy):
     """Write back, ahead of time, and only what is worth its place on the host.
 
     An eviction that has to copy first holds up the prompt that needs the slots, and its blocks cannot be found until
@@ -84,6 +50,7 @@ class Auto(WriteBack):
     weighs = True
 
     def __init__(self) -> None:
+        super().__init__(saves_at_eviction=True)
         self._pace = 0.0
         """Blocks that leave in a step, at the busiest, as time goes by."""
 
@@ -95,8 +62,8 @@ class Auto(WriteBack):
 
 BACKUP_POLICIES: dict[WritePolicy, Callable[[KVCacheConfig], BackupPolicy]] = {
     WritePolicy.AUTO: lambda config: Auto(),
-    WritePolicy.WRITE_THROUGH: lambda config: WriteThrough(),
-    WritePolicy.WRITE_THROUGH_SELECTIVE: lambda config: WriteThroughSelective(config.write_through_threshold),
-    WritePolicy.WRITE_BACK: lambda config: WriteBack(),
+    WritePolicy.WRITE_THROUGH: lambda config: BackupPolicy(copied_after_hits=0),
+    WritePolicy.WRITE_THROUGH_SELECTIVE: lambda config: BackupPolicy(copied_after_hits=config.write_through_threshold),
+    WritePolicy.WRITE_BACK: lambda config: BackupPolicy(saves_at_eviction=True),
 }
-"""A new one is a class above and a line here."""
+"""A new one is a line here, and a class above if it does something else."""
