@@ -29,6 +29,21 @@ class Link:
         """Is `other` the next younger one, or are both in no queue?"""
         return self.younger is (other if other.is_queued else None)
 
+    def enter_after(self, other: Link) -> None:
+        """It is in no queue, and is put one place younger than `other`, in the queue that holds `other`."""
+        younger = other.younger
+        assert younger is not None and not self.is_queued
+        self.older, self.younger = other, younger
+        other.younger = younger.older = self
+
+    def leave_queue(self) -> None:
+        """Be in no queue any more, if it was in one."""
+        older, younger = self.older, self.younger
+        if younger is not None:
+            assert older is not None
+            older.younger, younger.older = younger, older
+            self.older = self.younger = None
+
 
 class HostCopy(Link):
     """That a run has host slots, and its place in the host queue."""
@@ -54,7 +69,7 @@ class RunQueue:
     def __init__(self) -> None:
         end = self.end = Link()
         """Between its youngest and its oldest place, always the same: `end.younger` is the oldest, or `end` itself. For
-        those who ask often; never moved or discarded.
+        those who ask often; never moved.
         """
         end.older = end.younger = end
 
@@ -90,33 +105,16 @@ class RunQueue:
         link.older, link.younger = newest, end
         newest.younger = end.older = link
 
-    @staticmethod
-    def insert_after(link: Link, other: Link) -> None:
-        """Put `link`, which is in no queue, one place younger than `other`, in the queue that holds `other`."""
-        younger = other.younger
-        assert younger is not None and not link.is_queued
-        link.older, link.younger = other, younger
-        other.younger = younger.older = link
-
     def put_oldest(self, link: Link) -> None:
         """Put `link`, which is in no queue, before all others."""
-        self.insert_after(link, self.end)
-
-    @staticmethod
-    def discard(link: Link) -> None:
-        """Take it out of the queue it is in, if any."""
-        older, younger = link.older, link.younger
-        if younger is not None:
-            assert older is not None
-            older.younger, younger.older = younger, older
-            link.older = link.younger = None
+        link.enter_after(self.end)
 
     def drain(self, *, youngest_first: bool = False) -> Iterator[Link]:
         """Take out all places, one by one."""
         end = self.end
         while (link := end.older if youngest_first else end.younger) is not end:
             assert link is not None
-            self.discard(link)
+            link.leave_queue()
             yield link
 
     def forget(self) -> None:

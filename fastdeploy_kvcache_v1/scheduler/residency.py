@@ -156,11 +156,11 @@ class Residency:
         if run.on_device:
             if not run.pins:
                 self.num_device_evictable -= run.length
-            self.device_order.leave(run)
+            run.leave_queue()
             if run.open is not CacheLevel.DEVICE:
                 self._events.removed(CacheLevel.DEVICE, run)
         if run.host is not None:
-            self.host_order.leave(run.host)
+            run.host.leave_queue()
             if run.open is not CacheLevel.HOST:
                 self._events.removed(CacheLevel.HOST, run)
         run.detached = True
@@ -203,7 +203,7 @@ class Residency:
         for run in chain(self.device_order.candidates(), self._expected[0]):
             if not run.pins and not run.num_device_children:
                 return run
-            self.device_order.leave(run)
+            run.leave_queue()
         return None
 
     def next_to_leave(self) -> Iterator[Run]:
@@ -212,7 +212,7 @@ class Residency:
         """
         for run in chain(self.device_order.candidates(), self._expected[0]):
             if run.pins:
-                self.device_order.leave(run)
+                run.leave_queue()
             else:
                 yield run
 
@@ -270,16 +270,14 @@ class Residency:
 
     def split(self, head: Run, run: Run) -> None:
         """`head` was cut from `run`, and is in its tiers."""
-        if run.is_queued:
-            self.device_order.cut(head, run)
+        if run.is_queued:  # lower blocks leave first, and parts that stay neighbours can be joined
+            head.enter_after(run)
         if run.host is not None:
             head.host = HostCopy(head)
             self.begin_reading(head, *run.host.readers)
-            if run.host.is_double:
-                head.host.is_double = True
-                RunQueue.insert_after(head.host, run.host)
-            elif run.host.is_queued:
-                self.host_order.cut(head.host, run.host)
+            head.host.is_double = run.host.is_double
+            if run.host.is_queued:
+                head.host.enter_after(run.host)
         if run.open is not None:
             self._open[head] = None
 
@@ -287,9 +285,9 @@ class Residency:
         """`run` takes over its parent; the parent's places go."""
         parent = run.parent
         assert parent is not None
-        self.device_order.leave(parent)
+        parent.leave_queue()
         if parent.host is not None:
-            self.host_order.leave(parent.host)
+            parent.host.leave_queue()
         run.take_over_parent()
 
     # ---- copies that the worker has not been told of
@@ -370,8 +368,7 @@ class Residency:
         if run.open is CacheLevel.DEVICE:
             run.open = None
             del self._open[run]
-        if not run.detached:
-            self.device_order.leave(run)
+        run.leave_queue()
         self.device_pool.free(run.leave_device())
         if run.host is not None and run.host.is_double:
             self.doubles.drop(run.host)
@@ -382,8 +379,7 @@ class Residency:
 
     def _take_host(self, run: Run) -> None:
         assert run.host is not None
-        if not run.detached:
-            self.host_order.leave(run.host)
+        run.host.leave_queue()
         self.host_pool.free(run.host_slots)
         run.host = None
 

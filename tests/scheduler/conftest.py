@@ -36,12 +36,9 @@ class Shuffled(EvictionOrder):
         self.use(place)
 
     def use(self, place: Link, /) -> None:
-        self.leave(place)
+        place.leave_queue()
         queue = self._random.choice(self._queues)
         (queue.touch if self._random.random() < 0.5 else queue.put_oldest)(place)
-
-    def cut(self, head: Link, place: Link, /) -> None:
-        self.use(head)
 
     def candidates(self) -> Iterator[Run]:
         for queue in self._random.sample(self._queues, 3):

@@ -111,8 +111,8 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
         Run.of([block("y")], [DeviceSlot(0)])
     ),
     "the host queue holds a run twice": lambda cache: cache._residency.host_order.use(HostCopy(unused(cache))),
-    "the device queue misses runs": lambda cache: cache._residency.device_order.leave(unused(cache)),
-    "the host queue misses runs": lambda cache: cache._residency.host_order.leave(host_copy(unused(cache))),
+    "the device queue misses runs": lambda cache: unused(cache).leave_queue(),
+    "the host queue misses runs": lambda cache: host_copy(unused(cache)).leave_queue(),
     "a run is in another queue than that of the device tier": lambda cache: RunQueue().touch(top(cache)),
     "the queue of doubles misses some": lambda cache: setattr(host_copy(unused(cache)), "is_double", True),
     "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),

@@ -49,4 +49,4 @@ class Doubles(RunQueue):
     def drop(self, host: HostCopy) -> None:
         """A double is none any more, and in no queue."""
         host.is_double = False
-        self.discard(host)
+        host.leave_queue()

@@ -18,7 +18,6 @@ class LeastRecentlyUsed(RunQueue, EvictionOrder):
         (self.put_oldest if first else self.touch)(place)
 
     use = RunQueue.touch
-    leave = staticmethod(RunQueue.discard)
     candidates = RunQueue.__iter__
 
     def queues(self) -> Sequence[RunQueue]:

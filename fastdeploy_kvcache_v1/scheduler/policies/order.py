@@ -18,7 +18,7 @@ class EvictionOrder(ABC):
 
     An order sees the *place* of a run in this tier, which names the run: the `Run` itself on the device, its `HostCopy`
     on the host. A place is in one queue or in none; where a run waits for a step, or is known to be wanted, its place
-    is in a queue of `Residency`. Every method costs O(1), `candidates` O(1) for each run it yields.
+    is in a queue of `Residency`, and it leaves the order without a word. Every method costs O(1), `candidates` O(1) for each run it yields.
     """
 
     learns = False
@@ -33,14 +33,6 @@ class EvictionOrder(ABC):
     @abstractmethod
     def use(self, place: Link, /) -> None:
         """A request that used the run has ended; others may still use it. It is queued now, if it was not before."""
-
-    leave = staticmethod(RunQueue.discard)
-    """The run of a place has left the tier, or cannot leave it now. In no queue any more."""
-
-    cut = staticmethod(RunQueue.insert_after)
-    """A new place, in no queue, was cut from the upper end of the run of a queued one. It is queued now, best right
-    after that: lower blocks leave first, and parts that stay neighbours can be joined.
-    """
 
     @abstractmethod
     def candidates(self) -> Iterator[Run]:
