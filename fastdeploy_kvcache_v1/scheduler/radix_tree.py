@@ -19,6 +19,8 @@ from .residency import Residency
 from .reuse.history import Stretch
 from .run import Run
 
+NONE_ABOVE: Stretch = (0, 0)
+
 
 class RadixTree:
     """The prefix tree over the device and the host tier."""
@@ -61,35 +63,22 @@ class RadixTree:
         are, the deepest first. New runs are cut where they are not of one kind; of older ones all blocks were used
         alike.
         """
-        run, index, num_stretches = leaf, 0, len(stretches)
+        run, index, stretches = leaf, 0, (*stretches, NONE_ABOVE)
         while (parent := run.parent) is not None:
-            begin = end - run.end + run.start
-            while index < num_stretches and stretches[index][0] > end:
+            begin, is_new = end - run.length, run.last_use < 0
+            while stretches[index][0] > end or (is_new and stretches[index][0] == end):
                 index += 1
-            if run.last_use < 0:
-                index, begin = self._mark_new(run, begin, end, stretches, index)
-                parent = run.parent  # its upper part, if it was cut
-            elif index < num_stretches and stretches[index][0] > begin:
-                run.kind = stretches[index][1]
+            depth, kind = stretches[index]
+            if is_new:
+                run.kind = stretches[index - 1][1] if index else 0
+                if depth > begin and kind != run.kind:
+                    begin, parent = depth, self.split(run, depth - begin)
+            elif depth > begin:
+                run.kind = kind
             elif index:  # no watched block in it: used at least as often as the next one below
                 run.kind = stretches[index - 1][1]
             run.last_use = now
-            assert parent is not None
             run, end = parent, begin
-
-    def _mark_new(self, run: Run, begin: int, end: int, stretches: Sequence[Stretch], index: int) -> tuple[int, int]:
-        """`stretches[index]` is the deepest one that ends in `run` or above. Cut off what is of another kind than the
-        last block.
-        """
-        if index < len(stretches) and stretches[index][0] == end:
-            index += 1
-        run.kind = stretches[index - 1][1] if index else 0
-        if index < len(stretches):
-            end_above, kind_above = stretches[index]
-            if end_above > begin and kind_above != run.kind:
-                self.split(run, end_above - begin)
-                return index, end_above
-        return index, begin
 
     # ---- adding blocks
 
@@ -216,7 +205,7 @@ class RadixTree:
 
     def _undo_splits(self, leaf: Run) -> None:
         """Merge the runs of a released path whose sides share one fate again, neighbours in every tier's order."""
-        run = leaf.only_child() or leaf
+        run = next(iter(leaf.children.values())) if len(leaf.children) == 1 else leaf
         while run.parent is not None:
             if run.fits_parent() and run.is_queued_next_to_parent():
                 self._residency.join(run)

@@ -213,9 +213,6 @@ class Run(Link):
     def is_root(self) -> bool:
         return self.parent is None
 
-    def only_child(self) -> Run | None:
-        return next(iter(self.children.values())) if len(self.children) == 1 else None
-
     def add_child(self, child: Run) -> None:
         """Hang `child` below this run, in place of one in the same tier that starts with the same block, if any."""
         if self.children is _NO_CHILDREN:

@@ -27,9 +27,6 @@ DEPTHS = _depths()
 """In blocks from the start of the prompt, ascending. The same for every prompt, so prompts with a common prefix have
 common watched blocks; each stands for the blocks between the one before and itself."""
 
-INDICES = tuple(depth - 1 for depth in DEPTHS)
-"""The same, counted from 0."""
-
 ABOVE = (0, *DEPTHS)
 """Blocks of a prompt above those that its watched blocks, from each on, stand for."""
 
@@ -45,15 +42,13 @@ def last_watched(depth: int) -> int:
 class Group:
     """Watched blocks that follow each other in a prompt: those at `DEPTHS[begin:end]`."""
 
-    __slots__ = ("begin", "depth", "end", "generation", "num_blocks", "time", "uses")
+    __slots__ = ("begin", "depth", "end", "generation", "time", "uses")
 
     def __init__(self, begin: int, end: int, uses: int, time: int, generation: int) -> None:
         self.begin = begin
         self.end = end
-        self.depth = depth = DEPTHS[end - 1]
+        self.depth = DEPTHS[end - 1]
         """Blocks from the start of the prompt to the last one."""
-        self.num_blocks = depth - ABOVE[begin]
-        """Blocks that the watched ones stand for."""
         self.uses = uses
         """Later requests that found them computed before, as far as they are counted."""
         self.time = time
@@ -61,9 +56,10 @@ class Group:
         self.generation = generation
         """The last one in which they were used: it holds their names."""
 
-    def begin_at(self, begin: int) -> None:
-        self.begin = begin
-        self.num_blocks = self.depth - ABOVE[begin]
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the watched ones stand for."""
+        return self.depth - ABOVE[self.begin]
 
 
 class WatchedBlocks:
@@ -100,7 +96,7 @@ class WatchedBlocks:
             return groups
         young, old, num_unchanged = self._young, self._old, len(groups)
         while begin < end:
-            block = hashes[INDICES[begin]]
+            block = hashes[DEPTHS[begin] - 1]
             group = young.get(block) or old.get(block)
             if group is None:
                 break
@@ -109,7 +105,7 @@ class WatchedBlocks:
             begin = group.end
         if len(groups) > num_unchanged:
             last = groups[-1]
-            if last.end > end or self._group(hashes[INDICES[last.end - 1]]) is not last:  # the prompt leaves it
+            if last.end > end or self._group(hashes[last.depth - 1]) is not last:  # the prompt leaves it
                 groups[-1] = self._cut(last, hashes, end)
         for group in groups[num_unchanged:]:
             if group.generation != generation:
@@ -146,16 +142,16 @@ class WatchedBlocks:
         """A new group for its upper part, as far as it has the first `end` watched blocks of the prompt. O(log n)."""
 
         def is_left(index: int) -> bool:
-            return self._group(hashes[INDICES[index]]) is not group
+            return self._group(hashes[DEPTHS[index] - 1]) is not group
 
         begin = group.begin + 1  # the first one is the prompt's
         begin += bisect_left(range(begin, min(group.end, end)), True, key=is_left)
         upper = Group(group.begin, begin, group.uses, group.time, self._generation)
         self._name(upper, hashes)
-        group.begin_at(begin)
+        group.begin = begin
         return upper
 
     def _name(self, group: Group, hashes: Sequence[BlockHash]) -> None:
         young = self._young
-        for index in INDICES[group.begin : group.end]:
-            young[hashes[index]] = group
+        for depth in DEPTHS[group.begin : group.end]:
+            young[hashes[depth - 1]] = group
