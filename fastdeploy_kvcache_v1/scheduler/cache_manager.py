@@ -239,7 +239,7 @@ class CacheManager:
         already or there is no such block. O(slots).
         """
         with self._lock:
-            return self._loads.begin(load_id, hashes, first, level, self._requests.step, most)
+            return self._loads.begin(load_id, hashes, first, level, most)
 
     def complete_load(self, load_id: str, num_arrived: int) -> int:
         """The first `num_arrived` blocks of a load are there, and no byte can arrive in any of its slots any more.
@@ -301,9 +301,7 @@ class CacheManager:
         with self._lock:
             self._tree.sweep(SWEPT_PER_STEP)
             self._requests.count_admitted()
-            step = self._tiering.take_step(self._requests.step)
-            self._requests.step += 1  # what the step computes can be committed from now on
-            return step
+            return self._tiering.take_step()
 
     @property
     def has_open_copies(self) -> bool:

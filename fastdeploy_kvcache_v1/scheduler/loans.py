@@ -47,7 +47,7 @@ class Loads:
         self._loads: dict[str, Load] = {}
 
     def begin(
-        self, load_id: str, hashes: Sequence[BlockHash], first: int, level: CacheLevel, open_step: int, most: int | None
+        self, load_id: str, hashes: Sequence[BlockHash], first: int, level: CacheLevel, most: int | None
     ) -> LoadSlots | NoSpace:
         if load_id in self._loads:
             raise CacheStateError(f"load {load_id} has begun already: complete it first")
@@ -61,7 +61,7 @@ class Loads:
             self._counters.allocations_refused += 1
             return NoSpace(count, 0)
         self._loads[load_id] = Load(level, hashes, first, slots)
-        return LoadSlots(tuple(slots), self._tiering.last_step_with_copies(level, open_step))
+        return LoadSlots(tuple(slots), self._tiering.last_step_with_copies(level))
 
     def complete(self, load_id: str, num_arrived: int) -> int:
         load = self._get(load_id)

@@ -38,8 +38,8 @@ class RequestState:
     """Own slots among the first `num_cached`, by block: the tree holds another copy of those blocks."""
     admitted: bool = False
     has_committed: bool = False
-    num_device_tokens: int = 0
     num_host_tokens: int = 0
+    """Of its cached ones when it was admitted, those that came from the host."""
     num_query_tokens: int = 0
     watched: Sequence[Group] = ()
     """Of its blocks, what `ReuseHistory` knew when it was admitted."""
@@ -67,13 +67,6 @@ class RequestState:
 
     def own_slots(self) -> list[DeviceSlot]:
         return [*self.tail, *self.duplicates.values()]
-
-    def admit(self, num_host_tokens: int, block_size: int) -> None:
-        """Its table begins with its cached blocks, `num_host_tokens` of whose tokens come from the host."""
-        self.admitted = True
-        self.num_host_tokens = num_host_tokens
-        self.num_device_tokens = self.num_cached * block_size - num_host_tokens
-        self.num_query_tokens = self.sequence.num_tokens if self.sequence.access.reads else 0
 
     def grow(self, slots: Sequence[DeviceSlot], num_tokens: int, step: int) -> None:
         """With `slots` its table holds `num_tokens` tokens; they were allocated in `step`."""

@@ -39,8 +39,6 @@ class RequestTable:
         self._counters = counters
         self._history = history
         self._requests: dict[str, RequestState] = {}
-        self.step = 0
-        """Number of the step that is being decided."""
         self._admitted: dict[str, RequestState] = {}
         """By this step: they may be rolled back, and count when it is taken or when they end."""
 
@@ -76,7 +74,7 @@ class RequestTable:
         slots = self._tiering.allocate_device(max(0, num_blocks - request.num_blocks))
         if isinstance(slots, NoSpace):
             return slots
-        request.grow(slots, num_tokens, self.step)
+        request.grow(slots, num_tokens, self._tiering.step)
         return Allocation(slots, 0, 0)
 
     def _admit(self, request: RequestState, num_blocks: int, num_tokens: int) -> Allocation | NoSpace:
@@ -89,14 +87,16 @@ class RequestTable:
             return slots
         self._tiering.swap_in(path, slots[:num_swap_in])
         slots = slots[num_swap_in:] if num_swap_in else slots
-        request.grow(slots, num_tokens, self.step)
-        request.admit(num_swap_in * self._block_size, self._block_size)
+        request.grow(slots, num_tokens, self._tiering.step)
+        request.admitted, request.num_host_tokens = True, num_swap_in * self._block_size
+        request.num_query_tokens = request.sequence.num_tokens if request.sequence.access.reads else 0
         self._admitted[request.request_id] = request
-        return Allocation(slots, request.num_device_tokens, request.num_host_tokens)
+        num_cached_tokens = request.num_cached * self._block_size
+        return Allocation(slots, num_cached_tokens - request.num_host_tokens, request.num_host_tokens)
 
     def commit(self, request_id: str, num_computed_tokens: int) -> None:
         request = self[request_id]
-        end = request.committable_blocks(num_computed_tokens, self._block_size, open_step=self.step)
+        end = request.committable_blocks(num_computed_tokens, self._block_size, open_step=self._tiering.step)
         first = request.num_cached
         if end <= first or not request.may_cache:
             return
@@ -155,14 +155,14 @@ class RequestTable:
         self._admitted.clear()
 
     def _count(self, request: RequestState) -> None:
-        counters = self._counters
+        counters, num_cached_tokens = self._counters, request.num_cached * self._block_size
         if request.resumed:
             counters.requests_resumed += 1
-            counters.resumed_hit_tokens += request.num_device_tokens + request.num_host_tokens
+            counters.resumed_hit_tokens += num_cached_tokens
             return
         counters.requests_admitted += 1
         counters.query_tokens += request.num_query_tokens
-        counters.device_hit_tokens += request.num_device_tokens
+        counters.device_hit_tokens += num_cached_tokens - request.num_host_tokens
         counters.host_hit_tokens += request.num_host_tokens
 
     def drop_lost(self, lost: Set[Run]) -> list[str]:

@@ -40,6 +40,8 @@ class Tiering:
         self._residency = residency
         self._lookahead = lookahead
         self._counters = counters
+        self.step = 0
+        """Number of the step that is being decided."""
         self.told = ToldCopies()
         self._evicted_before = 0
         """Blocks that had left the device when the last step was taken."""
@@ -118,16 +120,17 @@ class Tiering:
 
     # ---- the step
 
-    def last_step_with_copies(self, level: CacheLevel, open_step: int) -> int:
-        """Number of the last step, at most `open_step`, whose copies may use slots of tier `level` that are free now.
+    def last_step_with_copies(self, level: CacheLevel) -> int:
+        """Number of the last step, at most the open one, whose copies may use slots of tier `level` that are free now.
 
         Host slots that a copy of the open step uses are not free. Device slots that one reads may be.
         """
         is_read = level is CacheLevel.DEVICE and bool(self._residency.open_copies(CacheLevel.HOST))
-        return open_step if is_read else open_step - 1
+        return self.step if is_read else self.step - 1
 
-    def take_step(self, step: int) -> SwapStep:
+    def take_step(self) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
+        step, self.step = self.step, self.step + 1  # what it computes can be committed from now on
         self._back_up_ahead()
         self._lookahead.expect(())  # a line that is not told anew is forgotten
         evicted, read = self._residency.open_copies(CacheLevel.HOST), self._residency.open_copies(CacheLevel.DEVICE)

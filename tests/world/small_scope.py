@@ -299,7 +299,7 @@ def text(world: World) -> str:
     queues = (*residency._device_queues(), *residency._host_queues())
     parts += [[[number[place.run] for place in queue] for queue in queues], [number[run] for run in residency._open]]
     for name, life in sorted(world.lives.items()):
-        state, open_step = requests[name], requests.step
+        state, open_step = requests[name], manager._tiering.step
         tokens = state.step == open_step, state.num_tokens, state.num_closed_tokens, state.num_cached
         rows = [(pending.index(step), end) for step, end in life.rows.items() if step in pending]
         flags = name in requests._admitted, state.may_cache, counts_hits and state.resumed

@@ -18,7 +18,8 @@ class EvictionOrder(ABC):
 
     An order sees the *place* of a run in this tier, which names the run: the `Run` itself on the device, its `HostCopy`
     on the host. A place is in one queue or in none; where a run waits for a step, or is known to be wanted, its place
-    is in a queue of `Residency`, and it leaves the order without a word. Every method costs O(1), `candidates` O(1) for each run it yields.
+    is in a queue of `Residency`: it leaves the order without a word. Every method costs O(1), `candidates` O(1) for each
+    run it yields.
     """
 
     learns = False
