@@ -49,6 +49,7 @@ from .request_table import RequestTable
 from .residency import Residency
 from .reuse.history import ReuseHistory
 from .tiering import Tiering
+from .told_copies import ToldCopies
 
 __all__ = ["CacheManager"]
 
@@ -307,7 +308,7 @@ class CacheManager:
     def has_open_copies(self) -> bool:
         """Copies are decided that no step has handed over: blocks that one brings to another tier are in none yet."""
         with self._lock:
-            return self._residency.has_open_copies
+            return any(self._residency.open_copies(level) for level in CacheLevel)
 
     def transfer_failed(self, result: TransferResult) -> list[str]:
         """A copy failed in the worker: its targets hold garbage and are forgotten, with every block below them.
@@ -341,7 +342,7 @@ class CacheManager:
             in_use = self._requests.forget_matches()
             self._history.forget()
             self._tree.detach_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
-            self._tiering.told.forget()
+            self._tiering.told = ToldCopies()
             if force:
                 self._residency.close_copies()
 
@@ -432,7 +433,7 @@ class CacheManager:
                 host_loading_blocks=on_host,
                 quarantined_blocks=self._loads.num_quarantined,
                 watched_blocks=len(self._history),
-                recency_rules=not self._history.rules,
+                recency_rules=not self._history.judge.trusts,
                 events_overflowed=self._events.overflows,
             )
 

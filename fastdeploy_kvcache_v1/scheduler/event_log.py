@@ -28,7 +28,8 @@ class EventLog:
             self._events.append(CacheEvent("stored", level, tuple(hashes), parent))
 
     def removed(self, level: CacheLevel, run: Run) -> None:
-        if self._has_room(run.length):
+        """Not if a copy was to bring it there, which was never told of."""
+        if run.open is not level and self._has_room(run.length):
             self._events.append(CacheEvent("removed", level, tuple(run.hashes)))
 
     def cleared(self) -> None:

@@ -22,17 +22,14 @@ def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> 
         _check_tiers(run)
         _check_place(run)
         expect(not run.detached, "a detached run is findable")
-    # Detached runs exist only for their last users.
     for run in detached:
         _check_tiers(run)
         in_use = run.pins > 0 or run.open is not None or run.is_read
         expect(run.detached and in_use, "a detached run has no user left")
         expect(not run.is_queued and not (run.host and run.host.is_queued), "a detached run is queued")
     _check_cells(runs, detached)
-    # A block has one node.
     hashes = [block for run in runs for block in run.hashes]
     expect(len(hashes) == len(set(hashes)), "one block is in the tree twice")
-    # Exactly the runs with an open copy are known as such.
     expect(transfers == {run for run in (*runs, *detached) if run.open is not None}, "open transfers and runs disagree")
 
 

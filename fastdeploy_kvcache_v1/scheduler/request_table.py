@@ -188,8 +188,7 @@ class RequestTable:
                 request.writes = False
             else:
                 self._forget_match(request)
-        paths = [request.leaf.path() for request in self._requests.values()]
-        return list(dict.fromkeys(run for path in paths for run in path))
+        return [run for request in self._requests.values() for run in request.leaf.path()]
 
     def _forget_match(self, request: RequestState) -> None:
         self._tree.release(request.leaf, touch=False)

@@ -141,8 +141,7 @@ class Residency:
         """Give up the device copy of an unpinned run that keeps its host copy."""
         assert run.host is not None and not run.pins, "only unpinned runs with a host copy may leave the device"
         self.num_device_evictable -= run.length
-        if run.open is not CacheLevel.DEVICE:
-            self._events.removed(CacheLevel.DEVICE, run)
+        self._events.removed(CacheLevel.DEVICE, run)
         self._take_device(run)
 
     def drop_host(self, run: Run) -> None:
@@ -157,12 +156,10 @@ class Residency:
             if not run.pins:
                 self.num_device_evictable -= run.length
             run.leave_queue()
-            if run.open is not CacheLevel.DEVICE:
-                self._events.removed(CacheLevel.DEVICE, run)
+            self._events.removed(CacheLevel.DEVICE, run)
         if run.host is not None:
             run.host.leave_queue()
-            if run.open is not CacheLevel.HOST:
-                self._events.removed(CacheLevel.HOST, run)
+            self._events.removed(CacheLevel.HOST, run)
         run.detached = True
         self._detached[run] = None
         self._free_if_unused(run)
@@ -307,10 +304,6 @@ class Residency:
         if not run.pins:
             self.host_order.enter(host)
 
-    @property
-    def has_open_copies(self) -> bool:
-        return bool(self._open)
-
     def open_copies(self, target: CacheLevel) -> list[Run]:
         return [run for run in self._open if run.open is target]
 
@@ -356,10 +349,10 @@ class Residency:
         )
 
     def _device_queues(self) -> list[RunQueue]:
-        return [*self.device_order.queues(), self._expected[0]]
+        return [*self.device_order.queues, self._expected[0]]
 
     def _host_queues(self) -> list[RunQueue]:
-        return [*self.host_order.queues(), self._expected[1], self._deferred, self.doubles]
+        return [*self.host_order.queues, self._expected[1], self._deferred, self.doubles]
 
     # ---- inside
 

@@ -83,8 +83,3 @@ class ToldCopies:
     def of(self, step: int) -> Sequence[ToldCopy] | None:
         """Copies of `step`; None when that was too long ago."""
         return self._steps.get(step, None if step <= self._last_dropped else ())
-
-    def forget(self) -> None:
-        """Nothing that was copied until now can be found any more."""
-        self._steps.clear()
-        self._last_dropped = -1

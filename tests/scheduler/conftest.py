@@ -5,47 +5,43 @@ keep, whatever the order is.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.places import Link, RunQueue
-from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
+from fastdeploy_kvcache_v1.scheduler.places import Link
 from fastdeploy_kvcache_v1.scheduler.policies.order import EvictionOrder
 from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.reuse import ages, history, judge, rates
 from fastdeploy_kvcache_v1.scheduler.run import Run
 
 
-class FirstInFirstOut(LeastRecentlyUsed):
+class FirstInFirstOut(EvictionOrder):
     """Use does not make a run younger."""
 
     def use(self, place: Link, /) -> None:
         if not place.is_queued:
-            self.touch(place)
+            super().use(place)
 
 
 class Shuffled(EvictionOrder):
     """Whatever happens to a run sends it to either end of one of three queues, roots before leaves as it comes."""
 
     def __init__(self) -> None:
+        super().__init__(3)
         self._random = random.Random(0)
-        self._queues = [RunQueue(), RunQueue(), RunQueue()]
 
     def enter(self, place: Link, /, *, first: bool = False) -> None:
         self.use(place)
 
     def use(self, place: Link, /) -> None:
         place.leave_queue()
-        queue = self._random.choice(self._queues)
+        queue = self._random.choice(self.queues)
         (queue.touch if self._random.random() < 0.5 else queue.put_oldest)(place)
 
     def candidates(self) -> Iterator[Run]:
-        for queue in self._random.sample(self._queues, 3):
+        for queue in self._random.sample(self.queues, 3):
             yield from queue
-
-    def queues(self) -> Sequence[RunQueue]:
-        return self._queues
 
 
 OTHER_POLICIES = {"fifo": lambda history: FirstInFirstOut(), "shuffled": lambda history: Shuffled()}

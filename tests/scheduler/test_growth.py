@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, NoSpace, TransferResult
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
-from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
+from fastdeploy_kvcache_v1.scheduler.policies.order import EvictionOrder
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import NUM_CLASSES
 from fastdeploy_kvcache_v1.scheduler.run import Run
 
@@ -280,14 +280,14 @@ def test_a_piece_of_a_stored_prompt_is_loaded_at_the_same_cost_whatever_is_befor
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockHash]]:
     """The blocks of every one."""
     seen: list[list[BlockHash]] = []
-    plain = LeastRecentlyUsed.candidates
+    plain = EvictionOrder.candidates
 
-    def counting(policy: LeastRecentlyUsed) -> Iterator[Run]:
+    def counting(policy: EvictionOrder) -> Iterator[Run]:
         for found in plain(policy):
             seen.append(found.hashes)
             yield found
 
-    monkeypatch.setattr(LeastRecentlyUsed, "candidates", counting)
+    monkeypatch.setattr(EvictionOrder, "candidates", counting)
     return seen
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import merge
 from itertools import islice
 from operator import itemgetter
 
-from ..places import Link, RunQueue
+from ..places import Link
 from ..reuse.history import ReuseHistory
 from ..reuse.rates import NUM_CLASSES
 from ..run import Run
@@ -28,9 +28,9 @@ class Adaptive(EvictionOrder):
     learns = True
 
     def __init__(self, history: ReuseHistory) -> None:
+        super().__init__(NUM_CLASSES)
         self._history = history
-        self._queues = [RunQueue() for _ in range(NUM_CLASSES)]
-        self._ends = [queue.end for queue in self._queues]
+        self._ends = [queue.end for queue in self.queues]
 
     def worth(self, run: Run) -> float:
         return self._history.worth(run)
@@ -39,17 +39,17 @@ class Adaptive(EvictionOrder):
         run = place.run
         if run.last_use < 0:  # it was loaded, because a request wants it
             run.last_use = self._history.now
-        queue = self._queues[run.kind]
+        queue = self.queues[run.kind]
         (queue.put_oldest if first else queue.touch)(place)
 
     def use(self, place: Link, /) -> None:
-        self._queues[place.run.kind].touch(place)
+        self.queues[place.run.kind].touch(place)
 
     def candidates(self) -> Iterator[Run]:
         first = self._first()
         if first is not None:
             yield first  # mostly nobody asks for a second one
-            lines = [((self.worth(run), run.last_use, run) for run in queue) for queue in self._queues]
+            lines = [((self.worth(run), run.last_use, run) for run in queue) for queue in self.queues]
             for _, _, run in merge(*lines, key=itemgetter(0, 1)):
                 if run is not first:
                     yield run
@@ -67,11 +67,8 @@ class Adaptive(EvictionOrder):
                     first, least, last_use = run, value, run.last_use
         if first is not None:
             for kind in self._history.ripening:
-                youngest = islice(self._queues[kind].youngest_first(), LOOKED_AT)
+                youngest = islice(self.queues[kind].youngest_first(), LOOKED_AT)
                 young = next((run for run in youngest if not run.pins and not run.children), None)
                 if young is not None and worth(young) < worth(first):
                     first = young
         return first
-
-    def queues(self) -> Sequence[RunQueue]:
-        return self._queues

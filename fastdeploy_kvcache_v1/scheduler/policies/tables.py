@@ -1,4 +1,4 @@
-"""Every eviction order by its name: a new one is a file beside this one and a line here."""
+"""Every eviction order by its name: a new one is a subclass in a file beside this one and a line here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable
 from ...errors import ConfigError
 from ..reuse.history import ReuseHistory
 from .adaptive import Adaptive
-from .lru import LeastRecentlyUsed
 from .order import EvictionOrder
 
 EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionOrder]] = {
     "adaptive": Adaptive,
-    "lru": lambda history: LeastRecentlyUsed(),
+    "lru": lambda history: EvictionOrder(),
 }
 REMOVED = ("hyperbolic", "lrfu")
 """Eviction policies of earlier versions."""

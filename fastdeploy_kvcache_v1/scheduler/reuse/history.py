@@ -42,7 +42,7 @@ class ReuseHistory:
         self.now = 0
         self._rates = ReuseRates()
         self._ages = LiveAges(NUM_CLASSES)
-        self._judge = Judge()
+        self.judge = Judge()
         self._most_watched = most_watched
         self._num_evictable = num_evictable
         self._num_blocks_seen = 0
@@ -56,11 +56,6 @@ class ReuseHistory:
     def __len__(self) -> int:
         """Blocks that are watched."""
         return len(self._watched)
-
-    @property
-    def rules(self) -> bool:
-        """Is what was learned trusted, rather than recency alone?"""
-        return self._judge.trusts
 
     def worth(self, run: Run) -> float:
         """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
@@ -87,7 +82,7 @@ class ReuseHistory:
                 group.time = IN_USE
             if uses < MOST_USES:
                 group.uses = uses + 1
-        self._judge.compare(known if known <= num_cached else last_watched(num_cached), found_by_lru)
+        self.judge.compare(known if known <= num_cached else last_watched(num_cached), found_by_lru)
         if not now % REQUESTS_PER_REFRESH:
             self._refresh()
         return groups
@@ -120,8 +115,8 @@ class ReuseHistory:
             self._rates.exposed((young + old) // 2, weights, REQUESTS_PER_REFRESH)
         self.lru_age = self._ages.age_of(self.now, self._num_evictable())
         if self.lru_age < self.now:
-            self._judge.refresh()
+            self.judge.refresh()
         self._worths, self.ripening = ALL_EQUAL, ()
-        if self._judge.trusts:
+        if self.judge.trusts:
             self._worths, self.ripening = self._rates.learned(DOUBT * self._num_blocks_seen / self.now)
         self._rates.fade()
