@@ -55,14 +55,9 @@ class CacheLayout:
             raise ConfigError(f"num_layers must be at least 1, got {self.num_layers}")
 
     @property
-    def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer, all roles."""
-        return sum(role.block_bytes for role in self.roles)
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers and roles: what one host slot occupies."""
-        return self.num_layers * self.layer_block_bytes
+        return self.num_layers * sum(role.block_bytes for role in self.roles)
 
 
 def tensor_name(role: str, layer: int, rank: int, device: int) -> str:

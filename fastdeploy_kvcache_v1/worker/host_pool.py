@@ -35,14 +35,15 @@ class HostPool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.trailer_bytes = trailer_bytes
-        self._pitch = layout.block_bytes + trailer_bytes
+        self.slot_bytes = layout.block_bytes + trailer_bytes
         self._runtime = runtime
         self._buffer: HostBuffer | None = None
-        self._layers: tuple[LayerRows, ...] = ()
+        self.layers: tuple[LayerRows, ...] = ()
+        """Per layer, per role: where each host block keeps its row. Empty for an empty or freed pool."""
         if num_blocks:
             runtime.require_memory(device_bytes=0, host_bytes=self.nbytes)
             self._buffer = runtime.allocate_host(self.nbytes, shared=shared)
-            self._layers = self._rows(self._buffer)
+            self.layers = self._rows(self._buffer)
 
     def _rows(self, buffer: HostBuffer) -> tuple[LayerRows, ...]:
         layers, offset = [], 0
@@ -50,29 +51,20 @@ class HostPool:
             roles = []
             for role in self.layout.roles:
                 address = buffer.address + offset
-                roles.append(BlockRows(address, self.num_blocks, role.block_bytes, self._pitch, owner=buffer.array))
+                roles.append(BlockRows(address, self.num_blocks, role.block_bytes, self.slot_bytes, owner=buffer.array))
                 offset += role.block_bytes
             layers.append(LayerRows(roles))
         return tuple(layers)
 
     @property
     def nbytes(self) -> int:
-        return self.num_blocks * self._pitch
-
-    @property
-    def layers(self) -> tuple[LayerRows, ...]:
-        """Per layer, per role: where each host block keeps its row. Empty for an empty or freed pool."""
-        return self._layers
-
-    def block(self, slot: int) -> ByteRows:
-        """Writable uint8 view `[block_bytes]` of one host block; raises `CacheStateError` for a foreign slot."""
-        return self.slot(slot)[: self.layout.block_bytes]
+        return self.num_blocks * self.slot_bytes
 
     def slot(self, slot: int) -> ByteRows:
-        """As `block`, its trailer included."""
+        """Writable uint8 view `[slot_bytes]`: a block, and its trailer. Raises `CacheStateError` for a foreign slot."""
         if self._buffer is None or not 0 <= slot < self.num_blocks:
             raise CacheStateError(f"host slot {slot} is not in [0, {self.num_blocks})")
-        return self._buffer.array[slot * self._pitch : (slot + 1) * self._pitch]
+        return self._buffer.array[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def memory_of_slot(self, slot: int) -> memoryview:
         """As `slot`, for whoever knows no arrays."""
@@ -85,14 +77,9 @@ class HostPool:
             raise CacheStateError("the host pool has no memory")
         return self._buffer
 
-    @property
-    def slot_bytes(self) -> int:
-        """Of one slot, its trailer included."""
-        return self._pitch
-
     def free(self) -> None:
         """Give the memory back. No copy may be in flight. Idempotent."""
-        self._layers = ()
+        self.layers = ()
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
             self._runtime.free_host(buffer)
@@ -100,14 +87,14 @@ class HostPool:
     def check(self) -> None:
         """Raises `InvariantError`. Every byte of every block belongs to exactly one (layer, role)."""
         if self._buffer is None:
-            if self._layers:
+            if self.layers:
                 raise InvariantError("a host pool without memory has rows")
             return
         if self._buffer.nbytes != self.nbytes:
             raise InvariantError(f"the host pool holds {self._buffer.nbytes} bytes, its layout says {self.nbytes}")
         end = self._buffer.address
-        for rows in (role for layer in self._layers for role in layer):
-            if rows.address != end or rows.pitch != self._pitch:
+        for rows in (role for layer in self.layers for role in layer):
+            if rows.address != end or rows.pitch != self.slot_bytes:
                 raise InvariantError(f"host rows start at {rows.address}, the role before them ends at {end}")
             end += rows.row_bytes
         if end != self._buffer.address + self.layout.block_bytes:

@@ -39,11 +39,6 @@ class LayerDoneCounter:
         self._on_failure = on_failure
         self._given_up: str | None = None
 
-    @property
-    def num_layers_done(self) -> int:
-        """Layers that have arrived (or failed) so far. Layers arrive in order."""
-        return sum(event.done() for event in self._swap_in)
-
     def wait_for_layer(self, layer: int, timeout: float | None = None) -> None:
         """Compute goes on when it may read and write `layer`. May be called again. `timeout` in seconds, None: the
         default.

@@ -75,7 +75,7 @@ class Rig:
                 kernel("fill")((8,), (128,), (row, np.int64(row.size), np.int32(value)))
 
     def on_host(self, slot: int) -> set[int]:
-        return set(np.unique(self.controller.host_pool.block(slot)).tolist())
+        return set(np.unique(self.controller.host_pool.slot(slot)).tolist())
 
     def on_device(self, slot: int) -> set[int]:
         """Read on the compute stream: after what compute waits for, and nothing else."""
@@ -98,7 +98,7 @@ def events_order_streams_and_tell_time() -> None:
             one.fill(0, 7)
             after = one.runtime.compute_stream.record_event(timed=True)
             other.wait_event(after)
-            target = one.controller.host_pool.block(0)
+            target = one.controller.host_pool.slot(0)
             other.submit(cupy.cuda.runtime.memcpyAsync, target.ctypes.data, array.data.ptr, 8, 2, other.handle)
             copied = other.record_event()
             assert copied.wait_done(60)
@@ -115,7 +115,7 @@ def layers_are_waited_for_one_by_one(way: str) -> None:
         seen = cupy.zeros((one.num_layers, 3, 16), cupy.uint8)
         cupy.cuda.Device().synchronize()
         for slot in range(3):
-            one.controller.host_pool.block(slot)[:] = 10 + slot
+            one.controller.host_pool.slot(slot)[:] = 10 + slot
         one.controller.transfers.before_compute((), (3,))
         one.delay()
         one.fill(3, 1)
@@ -193,7 +193,7 @@ def pools_of_gibibytes_are_reached_to_their_last_byte(way: str) -> None:
         pool = controller.host_pool
         assert isinstance(pool, HostPool)
         for slot, row in zip(slots, expected, strict=True):
-            pool.block(slot)[:] = row
+            pool.slot(slot)[:] = row
         into = CacheSwapMetadata(*SWAP_IN, tuple(slots), (1, 3, 5, 7))
         out = CacheSwapMetadata(*EVICT, (1, 3, 5, 7), tuple(reversed(slots)))
         controller.transfers.submit(SwapStep.of(0, into))
@@ -203,7 +203,7 @@ def pools_of_gibibytes_are_reached_to_their_last_byte(way: str) -> None:
         on_device = np.concatenate([cupy.asnumpy(tensor) for tensor in tensors], axis=1)[[1, 3, 5, 7]]
         assert (on_device == expected).all(), "device"
         for slot, row in zip(reversed(slots), expected, strict=True):
-            assert (pool.block(slot) == row).all(), f"host block {slot} of {nbytes // block}"
+            assert (pool.slot(slot) == row).all(), f"host block {slot} of {nbytes // block}"
         del pool
         controller.free()
     print(f"        a pool of {nbytes / (1 << 30):.2f} GiB")

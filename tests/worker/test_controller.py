@@ -26,7 +26,7 @@ def test_a_bad_step_changes_nothing(rig, out, into, message):
         rig.submit(out, into)
     rig.controller.transfers.drain()
     assert rig.controller.transfers.take_results() == []
-    assert not rig.controller.host_pool.block(0).any()
+    assert not rig.controller.host_pool.slot(0).any()
     rig.controller.transfers.submit(SwapStep(1, (evict((0,), (0,)),)))
 
 

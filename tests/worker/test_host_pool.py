@@ -50,18 +50,18 @@ def test_a_block_is_one_range_of_layer_role_bytes(pool):
                 rows.array[slot] = 40 * slot + 10 * layer + role + 1
     for slot in range(5):
         expected = [40 * slot + 10 * layer + role + 1 for layer in range(3) for role in range(2)]
-        assert (pool.block(slot) == np.repeat(np.array(expected, np.uint8), [16, 24] * 3)).all()
+        assert (pool.slot(slot) == np.repeat(np.array(expected, np.uint8), [16, 24] * 3)).all()
     assert pool.nbytes == 5 * LAYOUT.block_bytes
     pool.check()
 
 
 def test_a_block_view_is_writable_and_bounded(pool):
-    pool.block(4)[:16] = 7
+    pool.slot(4)[:16] = 7
     assert (pool.layers[0][0].array[4] == 7).all()
-    assert not pool.block(3).any()
+    assert not pool.slot(3).any()
     for slot in (5, -1):
         with pytest.raises(CacheStateError, match=f"host slot {slot}"):
-            pool.block(slot)
+            pool.slot(slot)
 
 
 def test_an_empty_or_freed_pool_has_nothing(pool):
@@ -72,7 +72,7 @@ def test_an_empty_or_freed_pool_has_nothing(pool):
         nothing.free()
         assert nothing.layers == ()
         with pytest.raises(CacheStateError):
-            nothing.block(0)
+            nothing.slot(0)
 
 
 def test_bad_sizes_and_damage_are_seen(pool):
@@ -89,6 +89,6 @@ def test_bad_sizes_and_damage_are_seen(pool):
 def test_check_sees_rows_that_are_elsewhere(pool, monkeypatch, first, pitch):
     (key, value), *others = pool.layers
     moved = dataclasses.replace(value, address=value.address + first, pitch=value.pitch + pitch)
-    monkeypatch.setattr(pool, "_layers", ((key, moved), *others))
+    monkeypatch.setattr(pool, "layers", ((key, moved), *others))
     with pytest.raises(InvariantError, match="host rows start at"):
         pool.check()

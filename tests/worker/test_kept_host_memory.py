@@ -58,7 +58,7 @@ def test_the_next_caches_get_the_same_memory(rig):
         rig.runtime.host_bytes_left = 0  # kept memory is not asked for again
         controller.initialize_kv_cache(4, 5)
         controller.check()
-        assert controller.host_pool.block(0).ctypes.data == address
+        assert controller.host_pool.slot(0).ctypes.data == address
     assert rig.runtime.num_allocated == 1
 
 
@@ -114,7 +114,7 @@ def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, miss
 def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones(rig):
     rig.write(0, 7)
     rig.submit(evict((0,), (3,)))
-    before = rig.controller.host_pool.block(3)
+    before = rig.controller.host_pool.slot(3)
     rig.controller.free(keep_host_memory=True)
     assert before.any(), "the copy was made while its memory was there"
     rig.controller.initialize_kv_cache(4, 5)

@@ -45,7 +45,7 @@ def test_a_copy_out_of_new_tensors_waits_for_their_fill(rig):
         rig.controller.transfers.drain(0.2)
     rig.runtime.held.clear()
     rig.controller.transfers.drain()
-    assert not rig.controller.host_pool.block(0).any()
+    assert not rig.controller.host_pool.slot(0).any()
 
 
 def test_who_fills_or_reads_slots_from_outside_is_told_of_the_fill(rig):

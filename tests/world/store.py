@@ -72,7 +72,7 @@ class RankMemory(RankStorage):
     def _parts(self, slot: int) -> Sequence[Any]:
         """What it holds, part by part."""
         if not self.uses_device_tier:
-            return [self.controller.host_pool.block(slot).view(np.int64)]
+            return [self.controller.host_pool.slot(slot).view(np.int64)]
         return [role.array[slot].view(np.int64) for rows in self.controller.transfers.device_rows for role in rows]
 
     def refilled(self, slots: Sequence[int], *, on_device: bool) -> None:

@@ -73,8 +73,8 @@ def device_row(engine, rng, layers, slot):
 
 def host_row(engine, rng, layers, slot):
     controller = rng.choice(engine.controllers)
-    block, layout = controller.host_pool.block(slot), controller.layout
-    return block[: layers * layout.layer_block_bytes]
+    block, layout = controller.host_pool.slot(slot), controller.layout
+    return block[: layers * layout.block_bytes // layout.num_layers]
 
 
 def table_of_next_request(engine):
