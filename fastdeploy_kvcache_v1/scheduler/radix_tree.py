@@ -106,10 +106,8 @@ class RadixTree:
             taken = child.common_blocks(hashes, done, min(child.length, len(hashes) - done))
             leaf = child if taken == child.length else self.split(child, taken)
             self._residency.pin(leaf)
-            if not leaf.on_device:
+            if not leaf.on_device or (leaf.pins == 1 and leaf.open is None):
                 self._residency.give_device(leaf, slots[done : done + taken])
-            elif leaf.pins == 1 and leaf.open is None:
-                self._residency.move_on_device(leaf, slots[done : done + taken])
             else:
                 duplicates.extend(range(done, done + taken))
             runs.append(leaf)

@@ -122,14 +122,13 @@ class Residency:
         self._events.stored(CacheLevel.DEVICE if run.on_device else CacheLevel.HOST, run)
 
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
-        """The pinned `run`, whose bytes are in `slots`, is now on the device."""
-        run.enter_device(slots)
-        self._events.stored(CacheLevel.DEVICE, run)
-
-    def move_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
-        """`run`, on the device and used by one request, is in `slots` from now on; the slots it had are free."""
-        assert run.open is None, "what a planned copy reads or fills stays where it is"
-        self.device_pool.free(run.change_device_slots(slots))
+        """The pinned `run`, whose bytes are in `slots`, is on the device there from now on. Slots it had are free."""
+        if run.on_device:
+            assert run.open is None, "what a planned copy reads or fills stays where it is"
+            self.device_pool.free(run.change_device_slots(slots))
+        else:
+            run.enter_device(slots)
+            self._events.stored(CacheLevel.DEVICE, run)
 
     def extend_device(self, run: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> None:
         """Append blocks to a run that is on the device only and used by one request."""
@@ -363,10 +362,8 @@ class Residency:
             del self._open[run]
         run.leave_queue()
         self.device_pool.free(run.leave_device())
-        if run.host is not None and run.host.is_double:
-            self.doubles.drop(run.host)
-            if not run.detached:
-                self.host_order.use(run.host)
+        if run.host is not None and run.host.is_double and not run.detached:
+            self._use_host(run.host)
         if run.parent is not None:
             self.unblock(run.parent)
 

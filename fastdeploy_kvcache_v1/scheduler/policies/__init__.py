@@ -1,1 +1,1 @@
-"""What leaves a tier next, and what is copied to the host when: one file per policy, named in `tables.py`."""
+"""What leaves a tier next, and what is copied to the host when; `tables.py` names the eviction orders."""
