@@ -138,6 +138,7 @@ class World:
 KEPT = [
     # scenario, seed, events, sizes: found something once
     Run("fastdeploy26 attention_store", 37, range(500)),
+    Run("fastdeploy26 attention_store", 140, range(500)),
     Run("fastdeploy26", 33, range(500), sizes={"device": 16}),
     Run("embedded file", 40, range(500), sizes={"device": 16, "host": 8}),
     Run("embedded attention_store", 99, range(500)),

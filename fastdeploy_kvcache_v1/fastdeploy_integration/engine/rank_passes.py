@@ -56,7 +56,11 @@ class RankPasses(Passes):
             is_lasting = rows_stay or (before is not None and before.step < 0)
             self._doubts[rank] = _Doubt(-1 if is_lasting else self._told + 1, self._told, self._clock())
 
+    @property
+    def are_doubted(self) -> bool:
+        return any(doubt is not None for doubt in self._doubts)
+
     def have_ended(self, step: int, since: float) -> bool:
-        if any(doubt is not None for doubt in self._doubts):
+        if self.are_doubted:
             return False
         return all(each is not None and each.step >= step and each.at >= since for each in self._progress)

@@ -76,10 +76,11 @@ class DeviceStores(StoreSide):
         *,
         last_told: Callable[[], int],
         are_slots_quiet: Callable[[int, float], bool],
+        waits_for_batch: Callable[[int], bool],
         num_wanted: Callable[[], int],
     ) -> None:
-        """`last_told`: the last step that the workers were told of. `are_slots_quiet`: see `DeviceTarget`.
-        `num_wanted`: slots that a request waits for.
+        """`last_told`: the last step that the workers were told of. `are_slots_quiet`, `waits_for_batch`: see
+        `DeviceTarget`. `num_wanted`: slots that a request waits for.
         """
         self._manager = manager
         self._block_size = manager.config.block_size
@@ -90,6 +91,7 @@ class DeviceStores(StoreSide):
         self._clock = clock
         self._last_told = last_told
         self._are_slots_quiet = are_slots_quiet
+        self._waits_for_batch = waits_for_batch
         self._num_wanted = num_wanted
         self._breaker = Breaker(clock)
         self._waiting: deque[Prefix] = deque()
@@ -133,10 +135,15 @@ class DeviceStores(StoreSide):
     def go_on(self) -> None:
         now = self._clock()
         for write in list(self._under_way.values()):
-            if not write.is_sent:
+            if not write.is_sent and self._waits_for_batch(write.after_step):
+                self._end(write)  # there may be no batch before a request has its slots
+                self._waiting.appendleft(write.prefix)
+            elif not write.is_sent:
                 self._send_if_quiet(write)
             elif not write.num_ranks_left and write.quiet_at <= now:
                 self._end(write)
+        if self._waits_for_batch(self._last_told()):
+            return
         if self._num_wanted() > self._manager.num_device_blocks - self._most_blocks:
             return  # as long as one block after the other is stored, this request would wait
         for prefix in list(itertools.islice(self._waiting, LOOKED_AT)):

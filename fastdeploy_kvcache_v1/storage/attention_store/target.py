@@ -26,10 +26,10 @@ class DeviceTarget(Target):
         counters: StorageCounters,
         are_slots_quiet: Callable[[int, float], bool],
         spare: Callable[[], int],
-        last_told: Callable[[], int],
+        waits_for_batch: Callable[[int], bool],
     ) -> None:
         """`are_slots_quiet`: every copy and pass that may use slots which were free after a step, at a time, has ended.
-        `spare`: slots that requests can do without now. `last_told`: the last step that the workers were told of.
+        `spare`: slots that requests can do without now. `waits_for_batch`: see `Target`.
         """
         self.num_blocks = manager.num_device_blocks
         self._manager = manager
@@ -38,7 +38,7 @@ class DeviceTarget(Target):
         self._counters = counters
         self._are_slots_quiet = are_slots_quiet
         self._spare = spare
-        self._last_told = last_told
+        self._waits_for_batch = waits_for_batch
 
     def prefix(self, sequence: BlockHashes, token_ids: Sequence[int]) -> Prefix:
         prefix, num_skipped = plain_prefix(sequence, token_ids, self._block_size)
@@ -55,7 +55,7 @@ class DeviceTarget(Target):
         return self._are_slots_quiet(step, since)
 
     def waits_for_batch(self, step: int) -> bool:
-        return step > self._last_told()
+        return self._waits_for_batch(step)
 
     def query(self, query_id: str, prefix: Prefix, begin: int) -> None:
         self._link.send(MatchTask(task_id=query_id, token_ids=prefix.token_ids, first_block_idx=begin))

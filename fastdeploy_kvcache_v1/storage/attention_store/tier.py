@@ -40,7 +40,7 @@ class AttentionStoreTier(StorageTier):
             self.counters,
             self._are_slots_quiet,
             self._spare,
-            last_told=lambda: self._copies.last_told,
+            self._waits_for_batch,
         )
 
     def _make_stores(self) -> StoreSide:
@@ -53,11 +53,15 @@ class AttentionStoreTier(StorageTier):
             self._clock,
             last_told=lambda: self._copies.last_told,
             are_slots_quiet=self._are_slots_quiet,
+            waits_for_batch=self._waits_for_batch,
             num_wanted=lambda: self._num_wanted,
         )
 
     def _are_slots_quiet(self, step: int, since: float) -> bool:
         return self._copies.have_ended(step) and self._passes.have_ended(step, since)
+
+    def _waits_for_batch(self, step: int) -> bool:
+        return self._passes.are_doubted or step > self._copies.last_told
 
     def _spare(self) -> int:
         """Running requests keep an eighth of the tier to grow into, beside what one waits for."""

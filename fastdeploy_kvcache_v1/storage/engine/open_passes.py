@@ -17,6 +17,11 @@ class Passes(ABC):
     def ended(self, step: int) -> None:  # noqa: B027
         """Every rank has ended the pass of `step`: the device itself, not only the thread that submitted it."""
 
+    @property
+    def are_doubted(self) -> bool:
+        """No slot is known to be quiet before the workers have been sent one more batch."""
+        return False
+
     @abstractmethod
     def have_ended(self, step: int, since: float) -> bool:
         """Every pass up to `step` has ended, on all ranks, and so has every one that knew less than what was so at the

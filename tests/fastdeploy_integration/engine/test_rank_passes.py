@@ -48,8 +48,10 @@ def test_the_slowest_rank_decides_by_step_and_by_time(passes, slow_rank, is_quie
 )
 def test_what_is_doubted_is_known_with_the_next_step_or_by_a_rank_that_is_idle(passes, progress, is_known):
     passes.doubt()
+    assert passes.are_doubted
     assert not passes.have_ended(7, 90.0)
     say(passes, *progress)
+    assert passes.are_doubted is not is_known
     say(passes, (7, 500.0), (7, 500.0))
     assert passes.have_ended(7, 90.0) is is_known
 

@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheAccess, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.metadata import (
+    EVICT,
+    SWAP_IN,
+    CacheAccess,
+    CacheSwapMetadata,
+    SwapStep,
+    TransferReport,
+    TransferResult,
+)
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask
 from fastdeploy_kvcache_v1.storage.engine import stores
 from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_S
+from fastdeploy_kvcache_v1.storage.engine.open_passes import OpenPasses
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
 from fastdeploy_kvcache_v1.storage.messages import QueryDone, UseNamespace
@@ -244,6 +253,42 @@ def test_slots_that_wait_for_a_batch_are_given_back_to_the_request_that_is_short
         assert [load.path for load in made.loads] == ["xyz"], "nothing is left of the first one"
 
 
+def test_loads_that_wait_for_the_batch_after_a_lost_one_keep_no_request_from_it(monkeypatch):
+    made = device(device=16)
+    made.manager.match_prefix("runs", Prompt(LONG[:4]))
+    made.manager.allocate("runs", 4)
+    step = made.manager.take_swap_step()
+    made.tier.step_taken(step, computes=True)
+    made.manager.finish("runs")
+    made.arrive("r", "xyz!", 3)
+    assert made.loads == []
+    assert made.tier.holds_device_blocks
+    monkeypatch.setattr(OpenPasses, "are_doubted", True)
+    assert not made.tier.holds_device_blocks
+    made.tier.tokens_wanted(14)
+    made.tier.go_on()
+    assert made.manager.num_available_device_blocks == 16
+    assert made.tier.may_start("r")
+
+
+def test_stores_that_wait_for_the_batch_after_a_lost_one_begin_again_after_it(monkeypatch):
+    """What the store reads already goes on."""
+    made = device(device=16)
+    made.report(made.compute(LONG[:2]))
+    step = made.compute(LATER[:2])
+    assert made.manager.num_available_device_blocks == 14
+    monkeypatch.setattr(OpenPasses, "are_doubted", True)
+    made.tier.go_on()
+    assert made.manager.num_available_device_blocks == 15
+    made.stored(made.stores[0])
+    assert not made.tier.holds_device_blocks
+    monkeypatch.undo()
+    made.report(step)
+    assert [store.path for store in made.stores] == [LONG[:1], LATER[:1]]
+    made.stored(made.stores[1])
+    made.check_idle()
+
+
 # ---- who waits, and how long
 
 
@@ -449,6 +494,18 @@ def test_of_too_many_pieces_that_wait_the_oldest_is_given_up(monkeypatch):
     made.report(made.compute(LONG))
     assert made.tier.counters.skipped_store_blocks == 5 * 32, "of 7 pieces two are left"
     assert [store.path for store in made.stores] == [LONG[:192], LONG[:199]]
+
+
+def test_what_is_filled_again_while_it_waits_is_not_stored_under_its_old_name():
+    made = host(host=256)
+    filling = made.compute(LONG[:71])
+    made.report(filling)
+    again = CacheSwapMetadata(*EVICT, (0,), filling.evict.target_slots[-1:])
+    made.tier.step_taken(SwapStep(filling.step + 1, (again,)))
+    for store in made.stores:
+        made.stored(store)
+    assert [store.path for store in made.stores] == [LONG[:32], LONG[:64], LONG[:69]]
+    assert made.tier.counters.skipped_store_blocks == 1
 
 
 def test_nothing_is_stored_while_a_request_waits_for_nearly_the_whole_tier():
