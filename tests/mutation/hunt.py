@@ -1,7 +1,7 @@
 """Subtle faults in production code (`tests/world/mutants.txt`), and the hunt for each: which seed finds it.
 
 `python -m tests.mutation.hunt [NAME ...]` runs each mutant in a process of its own, the fixed seeds of the first tier
-first, and prints the seed that found it. `--of FILE`: those of another file.
+first, and prints the seed that found it. `--of FILE`: those of another file. Those that name tests need a NAME.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def main() -> int:
     parser.add_argument("--of", type=Path, default=LIST, metavar="FILE")
     parser.add_argument("--here", action="store_true", help="in this process, which is of no use afterwards")
     chosen = parser.parse_args()
-    mutants = [each for each in read(chosen.of) if not chosen.names or any(name in each.name for name in chosen.names)]
+    mutants = [
+        each
+        for each in read(chosen.of)
+        if (any(name in each.name for name in chosen.names) if chosen.names else not each.tests)
+    ]
     if chosen.here:
         return hunt(mutants[0], chosen.seeds, chosen.events)
     command = [sys.executable, "-m", "tests.mutation.hunt", "--here", f"--of={chosen.of}", f"--seeds={chosen.seeds}"]

@@ -1,5 +1,6 @@
 """A worker that forgets a wait is noticed: by the world's ranks, or by the tests that forgotten_waits.txt names.
-So is a launcher of copies that makes a mistake (launcher_mistakes.txt).
+So is a launcher of copies that makes a mistake (launcher_mistakes.txt), and what no seed of the world meets
+(tests/world/mutants.txt).
 
 One process for each. That nothing is noticed without a change, tests/world and the named tests show.
 """
@@ -15,10 +16,14 @@ import pytest
 
 from tests.mutation.changes import read
 from tests.mutation.driver import PACKAGE, ROOT
+from tests.mutation.hunt import MUTANTS
 
 LIST = Path(__file__).with_name("forgotten_waits.txt")
 FORGOTTEN = read(LIST)
-LAUNCHER = read(LIST.with_name("launcher_mistakes.txt"))
+NAMING_TESTS = [
+    *read(LIST.with_name("launcher_mistakes.txt")),
+    *(mutant for mutant in MUTANTS if mutant.tests),
+]
 SEEDS = 20
 
 
@@ -45,8 +50,8 @@ def test_a_forgotten_wait_is_noticed(tmp_path, change):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("change", LAUNCHER, ids=lambda change: change.name)
-def test_a_mistake_of_the_launcher_is_noticed(tmp_path, change):
+@pytest.mark.parametrize("change", NAMING_TESTS, ids=lambda change: change.name)
+def test_a_mistake_is_noticed_by_the_tests_that_it_names(tmp_path, change):
     module, changed = PACKAGE / change.file, tmp_path / "changed.py"
     changed.write_text(change.applied_to(module.read_text()))
     require_failure(change.tests, module, changed)
