@@ -54,7 +54,7 @@ class CacheTransferManager:
         """Those that are not reported, and those that were reported as given up and are still running."""
         self._refilled: deque[tuple[CacheLevel, Sequence[int]]] = deque()
         """Device slots that were filled from outside since the tables were last asked."""
-        self._waited_s = 0.0
+        self._waited_s = runtime.compute_stream.waited_s
         self._last_step = -1
         self._filled = self.after_compute(NO_SLOTS, SlotSet(range(self._device_hazards.num_slots)))
         """End of the fill of the tensors, which the compute stream may still be at: a write of every device slot."""

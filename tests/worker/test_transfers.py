@@ -362,6 +362,9 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
     waits.wait_for_layer(0)
     assert rig.controller.transfers.take_report().exposed_wait_s == 2
     assert rig.controller.transfers.take_report().exposed_wait_s == 0
+    rig.controller.free()
+    rig.controller.initialize_kv_cache(6, 6)
+    assert rig.controller.transfers.take_report().exposed_wait_s == 0, "what was told of the tensors before"
 
 
 def test_the_device_tier_says_where_its_blocks_are(rig):

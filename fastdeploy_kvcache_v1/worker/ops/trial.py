@@ -22,6 +22,7 @@ import msgspec
 
 from ...cache_directory import cache_directory
 from ...errors import ConfigError, ModelFetchError
+from .copies import CHOICE as OPS
 from .cuda_copies import PTX
 from .driver import uuid_of
 from .rates import BATCH, KERNEL, RUNS, WAYS, Rates, Timing
@@ -192,7 +193,8 @@ def run_child(way: str, device: int, sizes: Sequence[int]) -> tuple[int | None, 
     )
     with open(os.memfd_create("trial"), "w+", encoding="utf-8", errors="replace") as said:
         command = [sys.executable, "-c", code]
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        environment = {**os.environ, OPS: "numpy"}  # what bytes have to be nothing native says
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment)
         try:
             status: int | None = child.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -145,13 +145,14 @@ class _Trial:
         run. What they have to be, a CPU's copies say in a twin.
         """
         (twin, contents), orders = tiers.twin(self._random), [self._order(tiers.used, together) for _ in "io"]
+        plans, expected = _plans(tiers, *orders), _plans(twin, *orders)
         for place, part in tiers.pieces(contents):
             self._copy(place, part.ctypes.data, part.nbytes)
         for _ in range(64):
             half, handle = 1 << 20, self._compute.handle
             self._runtime.memcpyAsync(self._scratch + half, self._scratch, half, self._runtime.memcpyDefault, handle)
-        self._exchange(copies, tiers, *orders)
-        self._exchange(CpuCopies(twin.device, twin.host), twin, *orders)
+        self._exchange(copies, len(tiers.widths), *plans)
+        self._exchange(CpuCopies(twin.device, twin.host), len(tiers.widths), *expected)
         for stream in (self._into, self._out, self._compute):
             stream.synchronize()
         wrong = 0
@@ -165,12 +166,9 @@ class _Trial:
         self._runtime.memcpy(to, of, nbytes, self._runtime.memcpyDefault)
         self._runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
 
-    def _exchange(self, copies: Copies, tiers: _Tiers, device: Slots, host: Slots) -> None:
-        half = tiers.used // 2
-        into = tiers.plan(device[:half], host[:half], to_device=True)
-        for layer in range(len(tiers.widths)):
+    def _exchange(self, copies: Copies, num_layers: int, into: CopyRuns, out: CopyRuns) -> None:
+        for layer in range(num_layers):
             copies.layer(self._into, layer, into, to_device=True)
-        out = tiers.plan(device[half:], host[half:], to_device=False)
         copies.all_layers(self._out, out, to_device=False)
 
     def _order(self, count: int, together: int) -> Slots:
@@ -190,6 +188,15 @@ class _Trial:
         timing = Timing(width, *(_nanoseconds(copies, stream, plan, to_device=to_device) / blocks for plan in plans))
         copies.close()
         return timing
+
+
+def _plans(tiers: _Tiers, device: Slots, host: Slots) -> tuple[CopyRuns, CopyRuns]:
+    """In for the first half of the blocks, out for the others. Made before anything is copied, so that both run at
+    once.
+    """
+    half = tiers.used // 2
+    into = tiers.plan(device[:half], host[:half], to_device=True)
+    return into, tiers.plan(device[half:], host[half:], to_device=False)
 
 
 def _addresses(sizes: Sequence[int]) -> mmap.mmap:
@@ -228,5 +235,5 @@ def try_way(way: str, device: int, row_bytes: Sequence[int]) -> Answer:
 
 def main(way: str, device: int, row_bytes: Sequence[int]) -> None:
     signal.alarm(2 * int(LIMIT_S))  # where who started it has died
-    print(msgspec.json.encode(try_way(way, device, row_bytes)).decode(), flush=True)
+    print(f"\n{msgspec.json.encode(try_way(way, device, row_bytes)).decode()}", flush=True)  # libraries write, too
     os._exit(0)  # what a broken context does at the end of a process, it does not do here

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.worker.ops import trial
+from fastdeploy_kvcache_v1.worker.ops import copies, trial
 from fastdeploy_kvcache_v1.worker.ops.rates import BATCH, KERNEL, RUNS, WAYS, Rates
 from fastdeploy_kvcache_v1.worker.ops.trial import CHOICE
 from fastdeploy_kvcache_v1.worker.runtime import copy_trial
@@ -257,8 +257,16 @@ def test_a_trial_notices(gpu, way, fault, said):
     assert gpu.faults == []
 
 
-def test_copies_are_tried_beside_a_busy_stream_in_both_directions(trials):
-    trials.rates()
+def test_copies_are_tried_beside_a_busy_stream_in_both_directions(trials, monkeypatch):
+    """At once: nothing is found out between them."""
+    plan = copy_trial.plan_runs
+
+    def plan_before_work(*given, **sizes):
+        assert not any(stream.queue for stream in trials.gpu._streams.values())
+        return plan(*given, **sizes)
+
+    monkeypatch.setattr(copy_trial, "plan_runs", plan_before_work)
+    assert not trials.rates().left
     streams = {entry[1] for entry in trials.gpu.log if entry[0] == "copy 2D"}
     busy = {entry[1] for entry in trials.gpu.log if entry[:2] != ("copy", 0) and entry[4:] == (1 << 20,)}
     assert (len(streams), len(busy)) == (2, 3)
@@ -530,7 +538,10 @@ def test_a_process_that_hangs_is_killed(child, monkeypatch):
 
 
 @pytest.mark.process
-def test_a_way_is_tried_by_a_process(gpu, child):
-    child("gpu.free_bytes = 6 << 30")
+def test_a_way_is_tried_by_a_process(gpu, child, monkeypatch):
+    """Whatever libraries write, and whatever another variable says."""
+    monkeypatch.setenv(copies.CHOICE, "cupy")
+    writes = "gpu.cuModuleUnload = lambda *given: [os.write(2, b'half a line'), unload(*given)][1]"
+    child(f"gpu.free_bytes, unload = 6 << 30, gpu.cuModuleUnload\n{writes}")
     found = trial._ask(KERNEL, 0, [8 * KB])
     assert (found.left, found.reach) == ("", 1 << 40)
