@@ -6,6 +6,7 @@ Last freed, first reused, whole runs at a time, so that neighbouring slots tend 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Generic, TypeVar
@@ -134,6 +135,11 @@ class BlockPool(Generic[Slot]):
         expect(not free & used, f"{self._tier} pool: slots both free and allocated: {sorted(free & used)}")
         is_whole = free | used == set(range(self.size)) and len(self._owned) == self.size
         expect(is_whole, f"{self._tier} pool: slots lost or out of range 0..{self.size - 1}")
+
+    def check_readers(self, readers: Iterable[Sequence[Slot]]) -> None:
+        """Raises `InvariantError` unless `readers`, each by its slots, are the ones that hold slots. O(slots held)."""
+        counted = Counter(slot for slots in readers for slot in slots)
+        expect(counted == self._readers, f"{self._tier} pool: slots are held by nobody, or read and not held")
 
     def check_owners(self, slots: Sequence[Slot]) -> None:
         """`check`, and raises `InvariantError` unless `slots`, which all owners hold, are the owned ones."""

@@ -261,12 +261,12 @@ class CacheManager:
             self._loads.cancel(load_id)
 
     def begin_store(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
-        """Keep the blocks that `step` copied into host `slots` where they are, until `end_store`: storage or a peer
-        reads them. The copy must have been reported as done, and no later step have been told to fill one of `slots`.
+        """Keep the bytes of the blocks that `step` copied into host `slots`, until `end_store`: storage or a peer reads
+        them. The copy must have been reported as done, and no later step have been told to fill one of `slots`.
 
         Blocks that left the host meanwhile are not in the result, nor any if that step was too long ago: without blocks
-        nothing has begun. Raises `CacheStateError` if `store_id` has begun already. O(blocks
-        named, and runs above them).
+        nothing has begun. Nothing is pinned: blocks may leave the host, their slots are free when the store ends.
+        Raises `CacheStateError` if `store_id` has begun already. O(blocks named, and runs above them).
         """
         with self._lock:
             return self._stores.begin(store_id, step, slots)
@@ -447,6 +447,7 @@ class CacheManager:
             on_host = [slot for run in runs for slot in run.host_slots]
             self._host_pool.check_owners([*on_host, *self._loads.slots(CacheLevel.HOST)])
             self._requests.check(runs)
+            self._stores.check()
 
     def check_idle(self) -> None:
         """`check`, and every allocated slot is cached and evictable: no request, loan, load or store holds one."""

@@ -24,8 +24,7 @@ def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> 
         expect(not run.detached, "a detached run is findable")
     for run in detached:
         _check_tiers(run)
-        in_use = run.pins > 0 or run.open is not None or run.is_read
-        expect(run.detached and in_use, "a detached run has no user left")
+        expect(run.detached and (run.pins > 0 or run.open is not None), "a detached run has no user left")
         expect(not run.is_queued and not (run.host and run.host.is_queued), "a detached run is queued")
     _check_cells(runs, detached)
     hashes = [block for run in runs for block in run.hashes]

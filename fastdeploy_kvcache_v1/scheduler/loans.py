@@ -1,8 +1,8 @@
 """Loans: slots that storage or a peer fills or reads, from the first byte to the last.
 
-A *load* fills slots of its own, for blocks that come from outside; a *store* reads those of cached blocks, which stay
-as they are until it has ended. The contracts stand on `CacheManager.begin_load`, `begin_store` and
-`begin_device_store`.
+A *load* fills slots of its own, for blocks that come from outside; a *store* holds those of cached blocks: the blocks
+may leave their tier meanwhile, the bytes stay until it has ended. The contracts stand on `CacheManager.begin_load`,
+`begin_store` and `begin_device_store`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from ..config import KVCacheConfig
 from ..errors import CacheStateError
-from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot, LoadSlots, NoSpace, StoreSource
+from ..metadata import BlockHash, CacheLevel, DeviceSlot, LoadSlots, NoSpace, StoreSource
+from .block_pool import BlockPool
 from .cache_stats import Counters
 from .invariants import expect
-from .places import HostReader
 from .radix_tree import RadixTree
 from .residency import Residency
-from .run import DEVICE, Run
+from .run import DEVICE
 from .tiering import Tiering
 
 
@@ -107,26 +107,19 @@ class Stores:
 
     def __init__(self, tree: RadixTree, residency: Residency, tiering: Tiering) -> None:
         self._tree = tree
-        self._residency = residency
+        self._pools: dict[CacheLevel, BlockPool[Any]] = {
+            CacheLevel.DEVICE: residency.device_pool,
+            CacheLevel.HOST: residency.host_pool,
+        }
         self._tiering = tiering
-        self._stores: dict[str, tuple[HostReader, Sequence[DeviceSlot]]] = {}
-        """Host copies or device slots."""
+        self._stores: dict[str, tuple[CacheLevel, Sequence[int]]] = {}
+        """Tier and slots."""
 
     def begin(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
         self._require_new(store_id)
-        blocks: list[tuple[BlockHash, HostSlot]] = []
-        reader: HostReader = []
-        for copy in self._tiering.told.of(step) or ():
-            if len(blocks) == len(slots):
-                break
-            for run, places in copy.find(slots, len(slots) - len(blocks)).items():
-                read = self._part(run, min(places) - run.start, max(places) + 1 - run.start)
-                all_blocks = zip(read.hashes, read.host_slots, strict=True)
-                blocks += [block for block in all_blocks if block[1] in slots]
-                self._residency.begin_reading(read, reader)
-        if blocks:
-            self._stores[store_id] = reader, ()
-        return StoreSource(tuple(block for block, _ in blocks), tuple(slot for _, slot in blocks))
+        wanted = set(slots)
+        blocks = [block for copy in self._tiering.told.of(step) or () for block in copy.take(wanted)]
+        return self._hold(store_id, CacheLevel.HOST, [block for block, _ in blocks], [slot for _, slot in blocks])
 
     def begin_on_device(self, store_id: str, hashes: Sequence[BlockHash], first: int, most: int | None) -> StoreSource:
         self._require_new(store_id)
@@ -138,27 +131,30 @@ class Stores:
                 break
             slots += run.slots(DEVICE, run.start + max(0, first - begin), run.start + count)
             begin += count
+        return self._hold(store_id, CacheLevel.DEVICE, hashes[first : first + len(slots)], slots)
+
+    def _hold(self, store_id: str, level: CacheLevel, hashes: Sequence[BlockHash], slots: Sequence[int]) -> StoreSource:
         if slots:
-            self._residency.device_pool.hold(slots)
-            self._stores[store_id] = [], slots
-        return StoreSource(tuple(hashes[first : first + len(slots)]), tuple(slots))
+            self._pools[level].hold(slots)
+            self._stores[store_id] = level, slots
+        return StoreSource(tuple(hashes), tuple(slots))
 
     def end(self, store_id: str) -> None:
         if store_id not in self._stores:
             raise CacheStateError(f"store {store_id} is unknown, or has ended already")
-        reader, slots = self._stores.pop(store_id)
-        self._residency.end_reading(reader)
-        self._residency.device_pool.let_go(slots)
+        level, slots = self._stores.pop(store_id)
+        self._pools[level].let_go(slots)
 
     def _require_new(self, store_id: str) -> None:
         if store_id in self._stores:
             raise CacheStateError(f"store {store_id} has begun already: end it first")
 
-    def _part(self, run: Run, first: int, end: int) -> Run:
-        """Blocks `[first, end)` of `run` as a run of their own: the others may leave."""
-        if end < run.length:
-            run = self._tree.split(run, end)
-        return self._tree.tail(run, end - first)
+    def check(self) -> None:
+        """Raises `InvariantError` unless exactly the slots of stores are held, none twice by one store."""
+        for level, pool in self._pools.items():
+            stores = [slots for tier, slots in self._stores.values() if tier is level]
+            expect(all(len(slots) == len(set(slots)) for slots in stores), "manager: a store holds a slot twice")
+            pool.check_readers(stores)
 
     def check_none(self) -> None:
         expect(not self._stores, "manager: stores never ended")

@@ -1,4 +1,4 @@
-"""Where a run stands in the order of each tier: its place, the queues of places, who reads host slots from outside."""
+"""Where a run stands in the order of each tier: its place, and the queues of places."""
 
 from __future__ import annotations
 
@@ -48,19 +48,13 @@ class Link:
 class HostCopy(Link):
     """That a run has host slots, and its place in the host queue."""
 
-    __slots__ = ("is_double", "readers", "run")
+    __slots__ = ("is_double", "run")
 
     def __init__(self, run: Run) -> None:
         self.older = self.younger = None
         self.run = run
         self.is_double = False
         """It is in the queue of `Doubles`."""
-        self.readers: tuple[HostReader, ...] = ()
-        """From outside the two tiers: the slots stay as they are until these have ended."""
-
-
-HostReader = list[HostCopy]
-"""What a store reads; a copy that is cut meanwhile counts with both its parts. Two readers are never the same one."""
 
 
 class RunQueue:

@@ -14,7 +14,7 @@ from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import BlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
-from .places import HostCopy, HostReader, RunQueue
+from .places import HostCopy, RunQueue
 from .policies.doubles import Doubles
 from .policies.order import EvictionOrder
 from .run import DEVICE, Run
@@ -52,8 +52,6 @@ class Residency:
         self._events = events
         self._open: dict[Run, None] = {}
         self._detached: dict[Run, None] = {}
-        self._read: dict[HostCopy, None] = {}
-        """Host copies with readers."""
 
     # ---- use
 
@@ -80,7 +78,7 @@ class Residency:
             if not run.is_queued and not run.num_device_children:
                 self.device_order.use(run)
         host = run.host
-        if host is not None and not host.is_queued and not host.readers and (run.on_device or not run.children):
+        if host is not None and not host.is_queued and (run.on_device or not run.children):
             self._use_host(host)
 
     def touch(self, run: Run) -> None:
@@ -167,12 +165,11 @@ class Residency:
         self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
     ) -> list[Run]:
         """Nothing can be found any more. Runs `in_use`, which are all that are pinned, keep their slots, and host slots
-        wait for their open copy and their readers; returns these runs. The rest is for the caller to forget.
+        wait for their open copy; returns these runs. The rest is for the caller to forget.
 
         The other slots are owned outside the tree. O(runs in use + size of the pools).
         """
-        read = [host.run for host in self._read]
-        kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *read, *self._detached])
+        kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
         for run in kept:
             run.detached = True
             run.older = run.younger = None
@@ -223,7 +220,7 @@ class Residency:
         host = run.host
         assert host is not None
         is_used = run.pins and not host.is_double
-        must_wait = is_used or host.readers or (run.children and not run.on_device)
+        must_wait = is_used or (run.children and not run.on_device)
         if not must_wait and run.open is None:
             return True
         self.doubles.drop(host)
@@ -232,7 +229,7 @@ class Residency:
         return False
 
     def unblock(self, run: Run) -> None:
-        """Perhaps `run` waited for what is over: runs below it in one of its tiers, or readers."""
+        """Perhaps `run` waited for what is over: runs below it in one of its tiers."""
         if run.pins or run.detached:
             return
         if run.on_device and not run.is_queued and not run.num_device_children:
@@ -242,26 +239,6 @@ class Residency:
         if host is not None and not waits and not (self.doubles.may_be and self.doubles.take(host)):
             self.host_order.enter(host, first=True)
 
-    # ---- readers from outside the two tiers
-
-    def begin_reading(self, run: Run, *readers: HostReader) -> None:
-        """The host slots of `run` stay as they are until `end_reading` of each reader."""
-        assert run.host is not None, "only host slots are read from outside"
-        run.host.readers += readers
-        for reader in readers:
-            reader.append(run.host)
-            self._read[run.host] = None
-
-    def end_reading(self, reader: HostReader) -> None:
-        for host in reader:
-            host.readers = tuple(other for other in host.readers if other is not reader)
-            if host.readers:
-                continue
-            del self._read[host]
-            if host.run.detached:
-                self._free_if_unused(host.run)
-            self.unblock(host.run)
-
     # ---- cutting and joining
 
     def split(self, head: Run, run: Run) -> None:
@@ -270,7 +247,6 @@ class Residency:
             head.enter_after(run)
         if run.host is not None:
             head.host = HostCopy(head)
-            self.begin_reading(head, *run.host.readers)
             head.host.is_double = run.host.is_double
             if run.host.is_queued:
                 head.host.enter_after(run.host)
@@ -338,7 +314,7 @@ class Residency:
         expect(in_pool, "an open copy reads a device slot outside the pool")
         waiting = {run for run in runs if run.num_device_children}
         check_queue(self._device_queues(), {run: run for run in runs if run.on_device}, waiting, "device")
-        waiting = {run for run in runs if run.is_read or (run.children and not run.on_device)}
+        waiting = {run for run in runs if run.children and not run.on_device}
         check_queue(self._host_queues(), {run: run.host for run in runs if run.host}, waiting, "host")
         doubles = {run for run in runs if run.host is not None and run.host.is_double}
         expect(doubles == set(self.doubles), "the queue of doubles misses some, or holds others")
@@ -374,14 +350,12 @@ class Residency:
         run.host = None
 
     def _free_if_unused(self, run: Run) -> None:
-        """Slots of a detached run go back once no request uses them; host slots also wait for an open copy out, and for
-        their readers.
-        """
+        """Slots of a detached run go back once no request uses them; host slots also wait for an open copy out."""
         if run.pins:
             return
         if run.on_device:
             self._take_device(run)
-        if run.open is None and not run.is_read:
+        if run.open is None:
             if run.host is not None:
                 self._take_host(run)
             if run.parent is not None and run.parent.detached:

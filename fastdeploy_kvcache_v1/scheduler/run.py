@@ -200,11 +200,6 @@ class Run(Link):
     # ---- its place in the tree
 
     @property
-    def is_read(self) -> bool:
-        """From outside the two tiers, in its host slots."""
-        return self.host is not None and bool(self.host.readers)
-
-    @property
     def is_gone(self) -> bool:
         """Neither findable nor in use."""
         return self.detached and not self.on_device and self.host is None
@@ -292,8 +287,6 @@ class Run(Link):
             and self.open is None
             and parent.on_device == self.on_device
             and (parent.host is None) == (self.host is None)
-            and not self.is_read
-            and not parent.is_read
             and not self.detached
             and len(parent.children) == 1
             and (

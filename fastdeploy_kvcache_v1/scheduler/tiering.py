@@ -186,10 +186,7 @@ class Tiering:
             elif not run.on_device or run.open is CacheLevel.DEVICE:
                 lost.update(self._lose(run, run.host_slots, failed))
             elif run.open is None and not run.detached and not failed.isdisjoint(run.host_slots):
-                if run.is_read:  # other blocks of it: its host slots must stay, so it is the run that goes
-                    lost.update(self._tree.detach(run))
-                else:
-                    self._residency.drop_host(run)
+                self._residency.drop_host(run)
         return lost
 
     # ---- inside
@@ -271,7 +268,8 @@ class Tiering:
         if count > pool.num_free:
             self._lookahead.look()
         while (short := count - pool.num_free) > 0:
-            victim = self._residency.next_host_victim()
+            # What is held makes no room when it leaves: if nothing else is there, nothing leaves.
+            victim = self._residency.next_host_victim() if pool.num_held < pool.num_owned else None
             if victim is None:
                 return pool.num_free
             self._tree.tail(victim, short)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 
-from ..metadata import CacheLevel
+from ..metadata import BlockHash, CacheLevel, HostSlot
 from .run import HOST, WIDTH, Run
 
 REMEMBERED_STEPS = 256
@@ -25,7 +25,7 @@ class ToldCopy:
         self._run, self._level = run, run.open
         self._cells, self._first, self._count = run.cells, run.start, run.length
         self._looked_at = 0
-        """Blocks from the first one on that `find` has passed: a copy is stored piece by piece, in order."""
+        """Blocks from the first one on that `take` has passed: a copy is stored piece by piece, in order."""
 
     def parts(self) -> list[tuple[Run, int, int]]:
         """Runs that hold blocks of it, in prompt order, and where in their cells: the first one, the one behind the
@@ -45,25 +45,28 @@ class ToldCopy:
             run = run.parent
         return parts[::-1]
 
-    def find(self, slots: Set[int], most: int) -> dict[Run, list[int]]:
-        """Blocks of it in host `slots`, by run, as places in its cells; `most` of them are enough. None of a run that
-        was forgotten, or of which a copy is open. O(blocks looked at): mostly those that are found.
+    def take(self, wanted: set[int]) -> list[tuple[BlockHash, HostSlot]]:
+        """Blocks of it in host slots `wanted`, in prompt order; these slots are not wanted any more. No block of a run
+        that was forgotten, or of which a copy is open. O(blocks looked at): mostly those that are found.
+
+        A block that left may have been followed, in its place, by one of another copy of the step: that one is found in
+        both copies, and taken once.
         """
-        found: dict[Run, list[int]] = {}
         if self._level is not CacheLevel.HOST:
-            return found
+            return []
         parts = [part for part in self.parts() if part[0].host and part[0].open is None and not part[0].detached]
-        start = self._looked_at
+        cells, places, start = self._cells, [], self._looked_at
         for low, high in ((start, self._count), (0, start)):
-            for run, first, last in parts:
+            for _, first, last in parts:
                 for place in range(max(first, self._first + low), min(last, self._first + high)):
-                    if self._cells[WIDTH * place + HOST] in slots:
-                        found.setdefault(run, []).append(place)
-                        most -= 1
+                    if not wanted:
+                        break
+                    slot = cells[WIDTH * place + HOST]
+                    if slot in wanted:
+                        wanted.remove(slot)
+                        places.append(place)
                         self._looked_at = place + 1 - self._first
-                    if not most:
-                        return found
-        return found
+        return [(cells[WIDTH * place], cells[WIDTH * place + HOST]) for place in sorted(places)]
 
 
 class ToldCopies:

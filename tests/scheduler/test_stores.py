@@ -1,4 +1,4 @@
-"""Blocks that storage or a peer reads: they stay where they are until that has ended, whatever happens."""
+"""Blocks that storage or a peer reads: their bytes stay until that has ended, whatever happens to the blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,24 @@ SCENARIOS = {
     "a store names the blocks of its step": (
         "8+8 write_through: run ab; step; run abcd; step late; store late abc,abcd; end; idle"
     ),
-    "blocks do not leave the host while they are stored": (
+    "no block leaves a host tier in which every slot is read: that makes no room": (
         "8+2 write_through: run ab; step late; store late a,ab; run xyz; step; copied ab yy; copied xyz nnn; end;"
         "run uvw; step; copied ab nn; idle"
     ),
+    "a host slot is given to nobody else while it is read although its block left": (
+        "8+3 write_through: run ab; step late; store late a,ab; run x; step; run yz; step; copied ab nn;"
+        "copied yz yn; count host_free_blocks 0; end; count host_free_blocks 2; run uvw; step; copied uvw yyy; idle"
+    ),
+    **{
+        f"a tail that took the place of another one, which {how}, is stored once": (
+            f"{size} write_through: start ab b; start ac c; step; commit b 2; commit c 2; step late; finish b;"
+            f"finish c; {left}; store late {stored}; end; idle"
+        )
+        for how, size, left, stored in (
+            ("failed", "8+8", "fail late host 0; push 6; see ac DD", "ac,a"),
+            ("was evicted", "4+3", "run ac; push 2; load y; arrive 0 0; see ac DD", "ac,a"),
+        )
+    },
     "what left the host before is not stored": "8+2 write_through: run ab; step late; run xy; step; store late -; idle",
     "a slot that another step filled since is not taken for the old block": (
         "8+1 write_through: run a; step old; out 0>0; run b; step new; out 1>0; store old -; store new b; end"

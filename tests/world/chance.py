@@ -29,6 +29,7 @@ FAULTS = {
     "message comes twice": 0.1,  # what a prefill server sends is sent again
     "late batch": 0.95,  # the decode server's worker has its batch late
     "garbled images": 0.05,  # a client sends images that cannot be hashed
+    "store is busy": 0.9,  # a call of the store goes on, and others wait for it to end
 }
 
 

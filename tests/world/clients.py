@@ -47,6 +47,13 @@ class Clients:
 
     def add(self, rng: random.Random) -> None:
         request = self._request(rng)
+        self._add(request)
+        for _ in range(rng.randrange(1, 4) if rng.random() < 0.2 and request.image is None else 0):
+            branch = Request(len(self.ids), f"r{len(self.ids)}", self._branch(request.prompt, rng), rng.randrange(1, 4))
+            branch.salt = request.salt
+            self._add(branch)
+
+    def _add(self, request: Request) -> None:
         if len(self.requests) < self.most:
             self.requests[request.uid] = request
             self.ids.append(request.request_id)
@@ -88,6 +95,11 @@ class Clients:
         else:
             base = [int(old * self.kinds) + 1] * (6 * self.block_size)
         return base[: int(1.2 * cut * len(base))] + tail  # often all of it: the next turn of a conversation
+
+    def _branch(self, prompt: list[int], rng: random.Random) -> list[int]:
+        """Another tail of the same prefix, at once: tails of one prefix are computed, and copied, in one step."""
+        num_shared = min(rng.choice([1, 2, 4, 8]), len(prompt) // self.block_size) * self.block_size
+        return prompt[:num_shared] + [rng.randrange(1, 9) for _ in range(2 * self.block_size)]
 
     # ---- what the host tells
 

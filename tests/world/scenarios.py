@@ -106,6 +106,8 @@ def make_store(
     store = kind(world, ranks)
     make = AttentionStoreTier if settings.uses_device_tier else StorageTier
     store.tier = make(manager, settings, name, store, clock=world.clock, passes=passes)
+    if kind is Store and "store is busy" in world.faults.on:
+        store.tier._stores.piece_blocks = store.tier._stores.pieces_under_way = 1
     world.others.append(store)
     if settings.flush_only:
         world.last_checks.append(store.check_idle)

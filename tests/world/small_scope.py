@@ -3,17 +3,19 @@
 Real is the cache manager. A state is rebuilt by replaying the events that lead to it; two states with one text are the
 same. `WritePolicy.AUTO` is left out: it remembers its pace.
 
-`python -m tests.world.small_scope --depth N` looks further, and prints how many states there are.
+`python -m tests.world.small_scope --depth N` looks further, and prints how many states there are. A walk goes further
+in one order, drawn from a seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
@@ -24,8 +26,8 @@ from fastdeploy_kvcache_v1.scheduler.run import DEVICE
 
 PROMPTS = {"a": ("0", "01"), "b": ("0", "02")}
 """Their blocks, each of one token. The token behind them is the sampled one, which is never computed here."""
-HOST, FAULTS = 2, 1
-"""Host blocks, and copies that may fail."""
+FAULTS = 1
+"""Copies that may fail."""
 STEPS_AHEAD = 2
 """That the scheduler may be ahead of a rank."""
 GARBAGE = "garbage"
@@ -38,13 +40,15 @@ class Scope(NamedTuple):
     device: int
     begun: str = ""
     """Events before the search begins, in the words in which a broken law is told."""
+    host: int = 2
+    prompts: Mapping[str, Sequence[str]] = PROMPTS  # never written
 
 
 class Life:
     """A request from its match on."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.tags = name, list(PROMPTS[name])
+    def __init__(self, name: str, tags: Sequence[str]) -> None:
+        self.name, self.tags = name, list(tags)
         self.is_live, self.is_admitted = True, False
         self.allocated = self.told = self.committed = 0
         """Blocks: in its table, computed when the steps taken have been run, and committed."""
@@ -56,15 +60,16 @@ class Rank:
     """What its slots hold, and the steps that it has not run: copies, then (request, its slots, how many it reads)."""
 
     def __init__(self, scope: Scope) -> None:
-        self.device, self.host = [""] * scope.device, [""] * HOST
+        self.device, self.host = [""] * scope.device, [""] * scope.host
         self.orders: deque[tuple[SwapStep, list[tuple[Life, list[int], int]]]] = deque()
 
 
 class World:
     def __init__(self, scope: Scope, path: Sequence[Event]) -> None:
         """In which this has happened."""
-        sizes = {"num_device_blocks": scope.device, "num_host_blocks": HOST, "block_size": 1}
+        sizes = {"num_device_blocks": scope.device, "num_host_blocks": scope.host, "block_size": 1}
         self.manager = CacheManager(KVCacheConfig(write_policy=scope.policy, eviction_policy="lru", **sizes))
+        self.prompts = scope.prompts
         self.ranks = Rank(scope), Rank(scope)
         self.lives: dict[str, Life] = {}
         self.preempted: set[str] = set()
@@ -87,7 +92,7 @@ class World:
     # ---- what can happen next
 
     def events(self) -> Iterator[Event]:
-        for name in PROMPTS:
+        for name in self.prompts:
             life = self.lives.get(name)
             if life is None:
                 yield "match", name
@@ -121,8 +126,8 @@ class World:
             assert slot not in self.manager._host_pool._free, "a slot is free while a store reads it"
 
     def _match(self, name: str) -> None:
-        self.lives[name] = Life(name)
-        blocks = GivenHashes([BlockHash(tag.encode()) for tag in PROMPTS[name]], len(PROMPTS[name]) + 1)
+        life = self.lives[name] = Life(name, self.prompts[name])
+        blocks = GivenHashes([BlockHash(tag.encode()) for tag in life.tags], len(life.tags) + 1)
         self.manager.match_prefix(name, blocks, resumed=name in self.preempted)
         self.preempted.discard(name)
 
@@ -256,12 +261,16 @@ SCOPES = {
 }
 
 
+def _parsed(begun: str) -> tuple[Event, ...]:
+    events = (tuple(int(word) if word.isdigit() else word for word in each.split()) for each in begun.split(";"))
+    return tuple(filter(None, events))
+
+
 def search(scope: Scope, depth: int) -> tuple[int, int]:
     """How many states there are, and how many events were tried. Raises `AssertionError` with the shortest ones that
     break a law.
     """
-    begun = [tuple(int(word) if word.isdigit() else word for word in each.split()) for each in scope.begun.split(";")]
-    seen, level, events = {""}, [tuple(filter(None, begun))], 0
+    seen, level, events = {""}, [_parsed(scope.begun)], 0
     for _ in range(depth):
         after: list[tuple[Event, ...]] = []
         for path in level:
@@ -281,6 +290,41 @@ def search(scope: Scope, depth: int) -> tuple[int, int]:
     return len(seen), events
 
 
+FORKS = {stem + tail: (stem, stem + tail) for stem in "01234" for tail in "ab"} | {each: (each,) for each in "xyz"}
+FORKED = f"match 0a; allocate 0a 2; match 0b; allocate 0b 2{RUN}; commit 0a; commit 0b{RUN}"
+"""Two tails of one prefix go to the host in one step."""
+RATE = {"commit": 4, "run": 4, "allocate": 1, "take": 0.5, "end_store": 0.2, "match": 0.1, "store": 0.05, "reset": 5e-3}
+
+
+def likely(world: World, event: Event) -> float:
+    """Most requests get to their end, and most stores wait."""
+    if event[0] == "end":
+        life = world.lives[event[1]]
+        return 0.5 if life.committed == len(life.tags) else 0.02
+    return RATE[event[0]] / (4 if event[0] == "run" and len(event) > 2 else 1)
+
+
+def walk(seed: int, num_events: int) -> None:
+    """Events at random, with tiers of a few blocks. Two tails of a prefix are copied in one step, and stores begin
+    late. Raises as `search`.
+    """
+    rng = random.Random(seed)
+    policy, begun = rng.choice([(THROUGH, ""), (THROUGH, FORKED), (THROUGH, FORKED), (BACK, ""), (SELECTIVE, "")])
+    scope = Scope(policy, rng.randrange(5, 9), begun, rng.randrange(3, 7), FORKS)
+    world, done = World(scope, _parsed(begun)), []
+    world.faults_left = 3
+    try:
+        for _ in range(num_events):
+            found = list(world.events())
+            event = rng.choices(found, [likely(world, each) for each in found])[0]
+            done.append(" ".join(map(str, event)))
+            world.do(event)
+            world.manager.check()
+        world.drain()
+    except Exception as error:
+        raise AssertionError(f"{error!r} in {scope} after: {'; '.join(done)}") from error
+
+
 # ---- the text of a state: steps are named by their place
 
 
@@ -293,7 +337,7 @@ def text(world: World) -> str:
     parts: list[Any] = [counts_hits and sorted(world.preempted), world.faults_left]
     for run in number:
         places = [run.slots(DEVICE, run.start, run.end) if run.on_device or run.open else [], run.host_slots]
-        state = [run.on_device, run.open, run.pins, run.hits, run.detached, run.is_read, number.get(run.parent)]
+        state = [run.on_device, run.open, run.pins, run.hits, run.detached, number.get(run.parent)]
         joins = [run.ends_its_cells, run.parent is not None and run.parent.cells is run.cells]
         parts.append([[block.decode() for block in run.hashes], places, state, joins])
     queues = (*residency._device_queues(), *residency._host_queues())

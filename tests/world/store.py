@@ -131,6 +131,8 @@ class Store:
 
     def _begin(self, call: Call) -> None:
         """Its slots may be read or filled from now on."""
+        if len(set(call.slots)) < len(call.slots):
+            raise WrongError(f"a slot is named twice: {call}")
         self.calls[call.kind].append(call)
         for memory in self._memories if self.on_device else ():
             for read, written in memory.using:
@@ -149,7 +151,7 @@ class Store:
         fails, lies, full = (strike(name, rng) for name in ("store fails", "store lies", "store is full"))
         at, cut = rng.random(), rng.random()
         kind = pick((each for each in self.calls if self.calls[each]), at)
-        if kind is None:
+        if kind is None or (strike("store is busy", rng) and kind == "store"):
             return
         for each in getattr(self, f"_{kind}")(self.calls[kind].popleft(), fails, lies if kind == "load" else full, cut):
             self._world.log("store", each)

@@ -17,16 +17,16 @@ from .store_side import StoreSide
 
 __all__ = ["Stores"]
 
-PIECE_BLOCKS = 32
-"""Stored as one. Until then they cannot leave their tiers, so it is not much."""
-
-PIECES_UNDER_WAY = 2
 MOST_WAITING = 4096
 """Pieces. Beyond that the oldest is given up: its blocks are the first to leave the host anyway."""
 
 
 class Stores(StoreSide):
     """One thread uses it. Nothing in here blocks: a store is answered later, by `store_done`."""
+
+    piece_blocks = 32
+    """Stored as one. Until then nobody else gets their slots, so it is not much."""
+    pieces_under_way = 2
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class Stores(StoreSide):
 
     def filled(self, step: int, slots: Sequence[int]) -> None:
         """`step` has filled these host slots, on every rank; in the order of their blocks."""
-        for start in range(0, len(slots), PIECE_BLOCKS):
-            piece = frozenset(slots[start : start + PIECE_BLOCKS])
+        for start in range(0, len(slots), self.piece_blocks):
+            piece = frozenset(slots[start : start + self.piece_blocks])
             if len(self._waiting) == MOST_WAITING:
                 self._counters.skipped_store_blocks += len(self._waiting.popleft()[1])
             self._waiting.append((step, piece))
 
     def go_on(self) -> None:
         """Begin what can begin now: call it after answers and reports."""
-        while self._waiting and len(self._under_way) < PIECES_UNDER_WAY:
+        while self._waiting and len(self._under_way) < self.pieces_under_way:
             step, slots = self._waiting.popleft()
             store_id = f"store-{next(self._numbers)}"
             if not self._breaker.may_pass():
