@@ -128,6 +128,7 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
 
     Raises `ConfigError` with every reason.
     """
+    _note_speculation(instance)
     wrapped(*args, **kwargs)
     from fastdeploy import envs
     from fastdeploy.platforms import current_platform
@@ -158,6 +159,16 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
         why = next(why for why, applies in needs_python.items() if applies)
         logger.warning("cudagraph_only_prefill is switched off: %s", why)
         graphs.cudagraph_only_prefill = False
+
+
+def _note_speculation(config: Any) -> None:
+    """What the arguments ask for, before FastDeploy makes it what the role needs: names of stored blocks have it, so
+    that a deployment's prefill servers find what its others have stored.
+    """
+    speculative = config.speculative_config
+    if speculative is not None:
+        asked = (getattr(speculative, name, None) for name in ("num_speculative_tokens", "num_model_steps"))
+        config.asked_speculation = tuple(asked)
 
 
 def refusals(

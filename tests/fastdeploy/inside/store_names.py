@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+import fastdeploy.config
 from fastdeploy import envs
 from fastdeploy.engine import args_utils
 from fastdeploy.entrypoints.openai.utils import make_arg_parser
@@ -37,6 +38,11 @@ def engine_config(model, flags):
     return args_utils.EngineArgs.from_cli_args(args, skip_port_check=True).create_engine_config()
 
 
+def mtp(tokens=2, steps=1):
+    draft = {"method": "mtp", "num_speculative_tokens": tokens, "num_model_steps": steps, "model": str(Path.cwd())}
+    return ["--speculative-config", json.dumps(draft)]
+
+
 def digest(flags=(), variables=(), model=QWEN):
     with mock.patch.dict(os.environ, variables):
         return settings_digest(engine_config(model, flags), envs.environment_variables)
@@ -49,8 +55,7 @@ def same_names():
     yield "sizes", digest(SIZES)
     store = ["--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv", "--write-policy", "write_back"]
     yield "store", digest(store)
-    for role in ("prefill", "decode"):
-        yield role, digest(["--splitwise-role", role, *ROLE])
+    yield "graphs", digest(["--graph-optimization-config", '{"use_cudagraph": false}'])
     config = engine_config(QWEN, [])
     config.cache_config.reset(500)  # as FastDeploy does once it has measured how many blocks fit
     yield "profiled", settings_digest(config, envs.environment_variables)
@@ -80,15 +85,22 @@ def other_names():
     for flag in ("moe_gate_fp32", "enable_flashinfer_allreduce_fusion"):
         if flag in args_utils.EngineArgs.__dataclass_fields__:
             yield flag, digest([f"--{flag.replace('_', '-')}"])
-    draft = {"method": "mtp", "num_speculative_tokens": 2, "model": str(Path.cwd())}
-    yield "mtp", digest(["--speculative-config", json.dumps(draft)])
+    for tokens, steps in ((1, 1), (2, 1), (2, 2)):
+        yield f"mtp {tokens} {steps}", digest(mtp(tokens, steps))
+    yield "ngram", digest(["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'])
+
+
+def believe_in_cuda(set_attribute=setattr):
+    """The configuration too: without a GPU no role replays graphs, and one that does not is not told apart."""
+    for module in (args_utils, fastdeploy.config):
+        set_attribute(module, "current_platform", Cuda())
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     """Where the model is; a FastDeploy that believes to have a GPU, on which nothing refuses roles."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(args_utils, "current_platform", Cuda())
+    believe_in_cuda(monkeypatch.setattr)
     monkeypatch.setattr(config_patches, "role_refusals", lambda config: {})
     monkeypatch.setenv("FD_ATTENTION_BACKEND", "APPEND_ATTN")
 
@@ -96,6 +108,16 @@ def directory(tmp_path, monkeypatch):
 def test_the_same_server_has_the_same_name_on_other_ports_and_with_other_sizes():
     plain = digest()
     assert {case: name for case, name in same_names() if name != plain} == {}
+
+
+@pytest.mark.parametrize("speculation", [(1, 1), (2, 1), (3, 3), None])
+def test_one_deployment_has_one_name_whatever_the_role_of_a_server(speculation):
+    flags = [] if speculation is None else mtp(*speculation)
+    roles = {role: ["--splitwise-role", role, *ROLE, *flags] for role in ("prefill", "decode")} | {"mixed": flags}
+    assert {role: engine_config(QWEN, options).graph_opt_config.use_cudagraph for role, options in roles.items()} == {
+        "prefill": False, "decode": True, "mixed": True,
+    }, "else this sees nothing"  # fmt: skip
+    assert len({digest(options) for options in roles.values()}) == 1
 
 
 def test_what_changes_the_numerics_changes_the_name():
@@ -118,7 +140,7 @@ def test_a_restart_has_the_same_names_and_so_has_a_model_in_another_directory(tm
 
 
 def print_names():
-    args_utils.current_platform = Cuda()
+    believe_in_cuda()
     print("NAMES", json.dumps(dict(other_names())))
 
 
