@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from itertools import pairwise
@@ -29,6 +29,8 @@ TOKENS_ARE_SWAPPED = sys.byteorder != "little"
 MAX_TOKEN_ID = 2**32 - 1
 MAX_NUM_TOKENS = 2**63 - 1
 FULL_ACCESS = CacheAccess()
+ROWS = b"rows of "
+"""Before what `rows` says of a block. No key of an item begins with it: as a number it is larger than any offset."""
 
 
 class MultimodalItem(NamedTuple):
@@ -72,7 +74,7 @@ class BlockHasher:
     """Hashes a request's tokens block by block as they arrive: O(new tokens) per call. Not thread-safe.
 
     Satisfies `metadata.BlockHashes`. Raises `ConfigError`, hashing nothing, for items that overlap or are malformed and
-    for token ids outside 0..2**32-1.
+    for token ids outside 0..2**32-1. `rows(start, end)`: what else decides the KV of these tokens, empty for nothing.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class BlockHasher:
         block_size: int,
         *,
         items: Sequence[MultimodalItem] = (),
+        rows: Callable[[int, int], bytes] | None = None,
         salt: bytes = b"",
         lora: str = "",
         access: CacheAccess = FULL_ACCESS,
@@ -88,7 +91,8 @@ class BlockHasher:
         self.hashes: list[BlockHash] = []
         self._block_size = block_size
         self._items = _checked(items)
-        self._is_plain = not salt and not lora
+        self._rows = rows
+        self._num_plain = 0 if salt or lora else MAX_NUM_TOKENS
         self._next_item = 0
         self._parent = root_hash(salt=salt, lora=lora)
         self._partial = b""
@@ -101,10 +105,7 @@ class BlockHasher:
     @property
     def num_plain_blocks(self) -> int:
         """See `metadata.BlockHashes`."""
-        if not self._is_plain:
-            return 0
-        first = self._items[0].offset // self._block_size if self._items else len(self.hashes)
-        return min(first, len(self.hashes))
+        return min(self._num_plain, len(self.hashes))
 
     def extend(self, token_ids: npt.NDArray[np.integer] | Sequence[int]) -> None:
         """Append tokens (1-D, any integer dtype)."""
@@ -115,16 +116,24 @@ class BlockHasher:
         if not full:
             return
         parent, extra, append = self._parent, b"", self.hashes.append
-        items = self._items if self._next_item < len(self._items) else ()
+        has_extra = self._next_item < len(self._items) or self._rows is not None
         for begin in range(0, full, step):
-            if items:
-                start = len(self.hashes) * self._block_size
-                extra, self._next_item = get_block_hash_extra_keys(
-                    start, start + self._block_size, items, self._next_item
-                )
+            if has_extra:
+                extra = self._extra_keys()
             parent = sha256(parent + data[begin : begin + step] + extra).digest()  # type: ignore[assignment]
             append(parent)
         self._parent = parent
+
+    def _extra_keys(self) -> bytes:
+        """Of the next block."""
+        block = len(self.hashes)
+        start, end = block * self._block_size, (block + 1) * self._block_size
+        keys, self._next_item = get_block_hash_extra_keys(start, end, self._items, self._next_item)
+        if self._rows is not None and (rows := self._rows(start, end)):
+            keys += ROWS + rows
+        if keys:
+            self._num_plain = min(self._num_plain, block)
+        return keys
 
 
 class GivenHashes:

@@ -35,6 +35,13 @@ def test_any_cut_of_the_tokens_gives_the_defined_hashes(block_size: int, parts: 
     assert hasher.num_tokens == len(tokens)
 
 
+def test_names_of_text_stay_as_they_are() -> None:
+    """What other servers have stored is found by them."""
+    hasher = BlockHasher(64)
+    hasher.extend(range(128))  # type: ignore[arg-type]
+    assert [each.hex()[:16] for each in hasher.hashes] == ["d2a09c05c1683edc", "af47b5bc3487ffe9"]
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint16", "uint32", ">i8", ">u4"])
 def test_the_dtype_and_byte_order_of_the_array_do_not_matter(dtype: str) -> None:
     hasher = BlockHasher(4)
@@ -144,6 +151,24 @@ def test_blocks_are_plain_as_far_as_token_ids_alone_decide_their_names(options, 
     plainly.extend(range(17))
     assert hasher.hashes[:plain] == plainly.hashes[:plain]
     assert not set(hasher.hashes[plain:]) & set(plainly.hashes)
+
+
+@given(st.sets(st.integers(0, 6)), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=3))
+def test_what_rows_say_of_a_block_is_in_its_name(marked: set[int], gaps: list[tuple[int, int]]) -> None:
+    items, end = [], 0
+    for gap, length in gaps:
+        items.append(MultimodalItem(end + gap, length, "i"))
+        end += gap + length
+    hasher = BlockHasher(4, items=items, rows=lambda start, end: b"r" * end if start // 4 in marked else b"")
+    parent, first = root_hash(), 7
+    for block in range(7):
+        start, stop = block * 4, block * 4 + 4
+        hasher.extend(range(start, stop))  # type: ignore[arg-type]
+        extra = overlapping(start, stop, items) + (b"rows of " + b"r" * stop if block in marked else b"")
+        first = min(first, block) if extra else first
+        parent = hashlib.sha256(parent + token_bytes(range(start, stop)) + extra).digest()  # type: ignore[assignment]
+        assert hasher.hashes[block] == parent
+    assert hasher.num_plain_blocks == first
 
 
 def test_of_given_hashes_nobody_knows_what_decided_them() -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import wrapt
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
@@ -30,11 +31,12 @@ Status = enum.Enum("Status", "WAITING RUNNING RUNNING_PREFILL RUNNING_DECODE PRE
 
 
 def images_of(request: Request) -> Any:
-    """As FastDeploy has them."""
+    """As FastDeploy has them; one row of pixels says all."""
     if request.image is None:
         return None
     offset, length, content = request.image
-    return {"mm_positions": [SimpleNamespace(offset=offset, length=length)], "mm_hashes": [content]}
+    position, pixels = SimpleNamespace(offset=offset, length=length), np.array([[*content.encode()]], dtype="uint8")
+    return {"mm_positions": [position], "mm_hashes": ["not read"], "images": pixels, "grid_thw": [[1, 1, 1]]}
 
 
 def ask(task: Any, request: Request) -> Any:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 from ..engine.task_tokens import TaskTokens
-from .transfer_name import items_of, name_of
+from .transfer_name import name_of, sent_inputs
 
 KEPT = 256
 
@@ -26,8 +26,8 @@ class AskedAgain:
         if tokens is not None:
             tokens.task = request  # FastDeploy makes another object each time that it is asked
             return tokens
-        items = items_of(request)
-        return None if items is None else TaskTokens(request, self._block_size, items)
+        inputs = sent_inputs(request)
+        return None if inputs is None else TaskTokens(request, self._block_size, inputs)
 
     def keep(self, tokens: TaskTokens) -> None:
         """The request got nothing."""

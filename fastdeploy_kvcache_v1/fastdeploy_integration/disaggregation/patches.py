@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..engine.patches import EnginePrefixCache
+from ..engine.prompt_inputs import inputs_of
 from ..overlay import overlay
 from ..overlay.table import Where
 from .decode_adapter import DecodeAdapter
@@ -55,9 +56,12 @@ def make_cache_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def preallocate_in_prefill(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Wraps `preallocate_resource_in_p`: a request of an id that is in use waits, and one with blocks gets its name."""
+    """Wraps `preallocate_resource_in_p`: what names the prompt is taken now, off the schedule loop. A request of an id
+    that is in use waits, and one with blocks gets its name.
+    """
 
     def preallocate(request: Any) -> bool:
+        inputs_of(request)
         with instance.lock:
             other = instance.requests.get(request.request_id)
             if other is not None and other is not request and instance.tasks_list[other.idx] is other:

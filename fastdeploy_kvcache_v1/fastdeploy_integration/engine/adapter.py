@@ -33,7 +33,7 @@ from .open_batch import OpenBatch
 from .pool_gauges import PoolGauges
 from .record import Record
 from .storage import EngineStorage
-from .task_tokens import TaskTokens, has_items, multimodal_items, start_of_cut_item
+from .task_tokens import TaskTokens, start_of_cut_item
 from .traced_requests import TracedRequests
 from .waiting_requests import WaitingRequests
 
@@ -149,7 +149,7 @@ class PrefixCacheAdapter:
 
     def waits_for_prefill(self, task: Any, line: Iterable[Any]) -> bool:
         """Whether a request should wait for blocks that the batch computes for another one, see `OpenPrefills`. `line`:
-        the other requests that wait. One with images starts: FastDeploy may rewrite them until its match.
+        the other requests that wait.
         """
         with self._lock:
             return self._waiting.waits_for_prefill(task, line)
@@ -215,9 +215,8 @@ class PrefixCacheAdapter:
         """What it starts from."""
         resumed = task.status.name == "PREEMPTED"
         match = self.manager.match_prefix(task.request_id, tokens, resumed=resumed)
-        if self._whole_items and tokens.hashes and has_items(task):
-            start = start_of_cut_item(multimodal_items(task), match.num_tokens, self._block_size)
-            most = start // self._block_size
+        if self._whole_items and match.num_blocks:
+            most = start_of_cut_item(task, match.num_tokens, self._block_size) // self._block_size
             if most < match.num_blocks:
                 self.manager.release(task.request_id)
                 match = self.manager.match_prefix(task.request_id, tokens, max_blocks=most, resumed=resumed)

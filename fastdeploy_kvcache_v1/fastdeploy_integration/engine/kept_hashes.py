@@ -21,11 +21,9 @@ class KeptHashes:
         return len(self._kept)
 
     def keep(self, tokens: TaskTokens) -> None:
-        """Requests with images are not kept: FastDeploy may rewrite their images, so they must be hashed again."""
-        if tokens.are_reusable:
-            self._kept[tokens.task.request_id] = tokens
-            if len(self._kept) > KEPT_HASHES:
-                self._kept.popitem(last=False)
+        self._kept[tokens.task.request_id] = tokens
+        if len(self._kept) > KEPT_HASHES:
+            self._kept.popitem(last=False)
 
     def look(self, task: Any) -> TaskTokens | None:
         """As they were when they were kept, and still kept."""

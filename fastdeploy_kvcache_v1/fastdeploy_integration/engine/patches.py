@@ -29,6 +29,7 @@ from .copy_reports import NO_NEWS, CopyReports
 from .followers import Followers
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher, observe_storage
+from .prompt_inputs import inputs_of
 from .rank_passes import RankPasses
 from .running_rows import running_rows
 from .same_id import HeldBack
@@ -320,11 +321,12 @@ def put_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> An
 
 
 def add_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `ResourceManagerV1.add_request`: a request waits outside while another one has its id, and for its stored
-    prefix.
+    """Wraps `ResourceManagerV1.add_request`: what names a prompt is taken before FastDeploy rewrites it. A request
+    waits outside while another one has its id, and for its stored prefix.
     """
 
     def add(request: Any) -> None:
+        inputs_of(request)
         cache: EnginePrefixCache = instance.cache_manager
         with cache.arrivals:
             is_back = cache.storage is not None and cache.storage.has_released(request)

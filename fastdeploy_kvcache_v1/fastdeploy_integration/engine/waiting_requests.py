@@ -9,14 +9,11 @@ from typing import Any
 from ...scheduler.cache_manager import CacheManager
 from .kept_hashes import KeptHashes
 from .open_batch import OpenBatch
-from .task_tokens import TaskTokens, has_items
+from .task_tokens import TaskTokens
 
 
 class WaitingRequests:
-    """Those with images are hashed at their match: FastDeploy may rewrite them until then.
-
-    Not thread-safe: the adapter's lock covers it.
-    """
+    """Not thread-safe: the adapter's lock covers it."""
 
     def __init__(self, manager: CacheManager, batch: OpenBatch, kept: KeptHashes, block_size: int) -> None:
         self._manager = manager
@@ -33,9 +30,9 @@ class WaitingRequests:
 
     def waits_for_prefill(self, task: Any, line: Iterable[Any]) -> bool:
         """See `PrefixCacheAdapter.waits_for_prefill`."""
-        if not self._batch.prefills or has_items(task):
+        if not self._batch.prefills:
             return False
-        tokens, others = self._tokens_of(task), (self._tokens_of(each) for each in line if not has_items(each))
+        tokens, others = self._tokens_of(task), (self._tokens_of(each) for each in line)
         num_cached = self._num_usable_blocks(tokens)
         if not self._batch.prefills.to_wait_for(tokens, num_cached, others):
             return False
@@ -45,8 +42,6 @@ class WaitingRequests:
 
     def num_uncached_tokens(self, task: Any) -> int:
         """Tokens that a request would compute now."""
-        if has_items(task):
-            return int(task.num_total_tokens)
         tokens = self._tokens_of(task)
         return tokens.num_tokens - self._num_usable_blocks(tokens) * self._block_size
 
@@ -55,7 +50,7 @@ class WaitingRequests:
         return self._manager.count_cached(tokens.hashes) if tokens.access.reads else 0
 
     def _tokens_of(self, task: Any) -> TaskTokens:
-        """Of a request without images: its hashes are kept for its match."""
+        """They are kept for its match."""
         tokens = self._kept.look(task)
         if tokens is None:
             tokens = TaskTokens(task, self._block_size)
@@ -65,6 +60,6 @@ class WaitingRequests:
     def _hash_ahead(self, line: Sequence[Any], known: list[TaskTokens | None]) -> None:
         """The first one without hashes."""
         for index, task in enumerate(line):
-            if known[index] is None and not has_items(task):
+            if known[index] is None:
                 known[index] = self._tokens_of(task)
                 return

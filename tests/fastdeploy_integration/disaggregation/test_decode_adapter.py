@@ -4,11 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import ITEMS, name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import INPUTS, name_of
 from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
 from tests.fastdeploy_integration.engine.by_hand import Control, Kind, Status
@@ -131,34 +132,37 @@ def test_another_thread_asks_for_its_own_room():
     assert not decode.cache.preallocate(request("b", [*PREFIX, 6]), allocate)
 
 
-def image(content, grid):
-    """As prefill has it. FastDeploy sends decode no `grid_thw`."""
-    position = SimpleNamespace(offset=2, length=6)
-    return {"position_ids": [0], "mm_positions": [position], "mm_hashes": [content], "grid_thw": [grid]}
+def image(color, grid, *, moves=1):
+    """As prefill has it, with positions that go on `moves` behind it. FastDeploy sends decode no pixels."""
+    positions = np.arange(13).repeat(3).reshape(13, 3)
+    positions[8:] += moves
+    made = {"position_ids": positions, "mm_positions": [SimpleNamespace(offset=2, length=6)], "mm_hashes": ["a uuid"]}
+    return {**made, "grid_thw": [grid], "images": np.full((8, 3), color, "uint8")}
 
 
 @pytest.mark.parametrize("sent", [("position_ids",), ("position_ids", "mm_positions", "mm_hashes")], ids=["2.5", "2.6"])
-def test_images_are_told_apart_by_content_and_shape(decode, sent):
+def test_images_are_told_apart_by_pixels_shape_and_positions(decode, sent):
     """Whatever of them the release sends decode."""
 
     def found(request_id, inputs, *, is_named=True):
         task = request(request_id, [*PREFIX, 5], multimodal_inputs=inputs)
         if not is_named:
-            del task.ic_req_data[ITEMS]
+            del task.ic_req_data[INPUTS]
         task.multimodal_inputs = {name: inputs[name] for name in sent}
         assert decode.preallocate(task)
         decode.complete(task)
         return decode.fetch(task).first_block
 
-    wide, high = image("red", [1, 2, 4]), image("red", [1, 4, 2])
+    wide, high = image(9, [1, 2, 4]), image(9, [1, 4, 2])
     assert found("a", wide, is_named=False) == 0
     assert found("b", wide) == 0, "one that prefill has not named is not cached"
     assert found("c", wide) == 3
     assert found("d", high) == 0
-    assert found("e", image("blue", [1, 2, 4])) == 0
+    assert found("e", image(7, [1, 2, 4])) == 0
     assert found("f", high) == 3
     assert decode.served("h", [*PREFIX, 5]).first_block == 0
-    assert found("g", {**wide, "mm_hashes": ["red", "blue"]}) == 0, "what prefill cannot name"
+    assert found("g", {**wide, "images": None}) == 0, "what prefill cannot name"
+    assert found("j", image(9, [1, 2, 4], moves=2)) == 2, "the third block is behind the image"
     assert decode.served("i", [*PREFIX, 5], cache_salt="another").first_block == 0
     decode.cache.check_idle()
 

@@ -94,12 +94,12 @@ def test_a_request_whose_batch_was_lost_leads_nobody():
     assert not cache.waits_for_prefill(FakeTask("follower", range(1, 40)), [])
 
 
-def test_a_request_with_images_does_not_wait():
-    """FastDeploy may rewrite them until its match."""
+@pytest.mark.parametrize(("image", "waits"), [((0, 4, "h"), True), ((0, 4, "i"), False)], ids=["its", "another"])
+def test_a_request_with_images_waits_for_a_prefix_with_these_images(image, waits):
     server = server_of()
-    server.add("leader", NINE)
-    server.add("follower", NINE, image=(8, 1, "h"))
-    assert step(server) == ({"leader": 9, "follower": 9}, [])
+    server.add("leader", NINE, image=(0, 4, "h"))
+    server.add("follower", NINE, image=image)
+    assert step(server) == (({"leader": 9}, ["follower"]) if waits else ({"leader": 9, "follower": 9}, []))
 
 
 def test_followers_survive_a_schedule_that_raises():
