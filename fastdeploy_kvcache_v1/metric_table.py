@@ -34,6 +34,7 @@ class Source(enum.Enum):
     """Only where a trace is recorded."""
     REPORTS = "FastDeploy's engine: CopyReports"
     OVERLAY = "FastDeploy's engine: Overlay"
+    UNCACHED = "FastDeploy's engine: Uncached"
     TRANSFERS = "prefill or decode role: its ledger"
     """Only with a role: its rows have the label `side` as well."""
     GRANTS = "FastDeploy's engine with the role decode: Grants"
@@ -48,7 +49,8 @@ class Source(enum.Enum):
     @property
     def servers(self) -> str:
         """Which ones export its rows."""
-        theirs, ours = (Source.REPORTS, Source.OVERLAY, Source.GRANTS), (Source.ENGINE, Source.REMOTE_PREFILLS)
+        theirs = Source.REPORTS, Source.OVERLAY, Source.UNCACHED, Source.GRANTS
+        ours = Source.ENGINE, Source.REMOTE_PREFILLS
         servers = {**dict.fromkeys(theirs, "FastDeploy"), **dict.fromkeys(ours, "embedded")}
         return servers.get(self, "both")
 
@@ -129,6 +131,11 @@ def _queued(state: str) -> Metric:
     return Metric(
         "requests", "Requests by queue", Kind.GAUGE, Source.ENGINE, f"scheduler.num_{state}", {"state": state}
     )
+
+
+def _uncached(reason: str) -> Metric:
+    text = "Requests served without the cache, by reason"
+    return Metric("uncached_requests", text, Kind.COUNTER, Source.UNCACHED, reason, {"reason": reason})
 
 
 COPY_PATH = Metric(
@@ -270,6 +277,7 @@ TABLE: tuple[Metric, ...] = (
         Source.OVERLAY,
         "num_changed_bodies",
     ),
+    *(_uncached(reason) for reason in ("same_id", "tokens", "items", "failed")),
     Metric("transfer_open", "Open leases (prefill) or fetches (decode)", Kind.GAUGE, Source.TRANSFERS, "num_open"),
     Metric(
         "transfers_started",

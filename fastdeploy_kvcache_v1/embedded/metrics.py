@@ -84,7 +84,7 @@ def _objects(core: EngineCore, stats: CacheStats, source: Source) -> Iterable[tu
             return [] if core.peers.remote is None else [((), core.peers.remote.counters)]
         case Source.ENGINE:
             return [((), core)]
-        case Source.REPORTS | Source.OVERLAY | Source.GRANTS:
+        case Source.REPORTS | Source.OVERLAY | Source.UNCACHED | Source.GRANTS:
             return []
 
 

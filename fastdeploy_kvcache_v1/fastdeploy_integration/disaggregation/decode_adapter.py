@@ -77,7 +77,8 @@ class DecodeAdapter(PrefixCacheAdapter):
         """FastDeploy gives `request`, which has a name, a seat and blocks for its prompt, by `allocate`: False, and
         nothing has changed, where it has no room. The table begins with what is cached; ranks fetch the rest.
         """
-        self._granting = self._match_prompt(request)
+        found = self._match_prompt(request)
+        self._granting, uncached = (None, found) if isinstance(found, str) else (found, found.tokens.uncached)
         is_done = False
         try:
             is_done = allocate(request)
@@ -88,20 +89,23 @@ class DecodeAdapter(PrefixCacheAdapter):
             if not is_done and match is not None:
                 self._undo(match)
         if is_done:
+            if uncached is not None:
+                with self._lock:
+                    self.uncached.count(request, uncached)
             self.grant(request)
         return is_done
 
-    def _match_prompt(self, request: Any) -> Match | None:
-        """None for a request that cannot be matched: it is served without the cache."""
+    def _match_prompt(self, request: Any) -> Match | str:
+        """Why it cannot be matched, for a request that is served without the cache: see `Uncached`."""
         try:
             tokens = self._asked_again.tokens_of(request)
             if tokens is None:
-                return None
+                return "items"
             with self._lock:
                 return Match(request, tokens, self.manager.match_prefix(request.request_id, tokens))
         except Exception:  # the edge to what clients send
             logger.exception("request %s is served without the cache: matching it failed", request.request_id)
-            return None
+            return "failed"
 
     def _undo(self, match: Match) -> None:
         """FastDeploy gave nothing to a request that was matched."""

@@ -35,6 +35,7 @@ from .record import Record
 from .storage import EngineStorage
 from .task_tokens import TaskTokens, start_of_cut_item
 from .traced_requests import TracedRequests
+from .uncached import Uncached
 from .waiting_requests import WaitingRequests
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class PrefixCacheAdapter:
     def __init__(self, config: KVCacheConfig, *, gauges: Any, whole_items: bool = False) -> None:
         self.manager = CacheManager(config)
         self.hit_rates = HitRates()
+        self.uncached = Uncached()
         self.num_cpu_blocks = config.num_host_blocks
         self.storage: EngineStorage | None = None
         """None without storage."""
@@ -182,6 +184,7 @@ class PrefixCacheAdapter:
             except Exception:  # the edge to what clients send: see above
                 logger.exception("request %s is served without the cache: matching it failed", task.request_id)
                 self._give_up(task)
+                self.uncached.count(task, "failed")
                 admitted = None
             if isinstance(admitted, NoSpace):
                 raise CacheStateError(f"{task.request_id}: no room for {admitted.needed} blocks of the host tier")
@@ -194,9 +197,12 @@ class PrefixCacheAdapter:
         record = self._records.get(task.request_id)
         if record is not None and record.tokens.task is not task:
             logger.warning("request %s is served without the cache: a live request has the same id", task.request_id)
+            self.uncached.count(task, "same_id")
             return None
         self._forget(task.request_id)
         tokens = self._kept.take(task) or TaskTokens(task, self._block_size)
+        if tokens.uncached is not None:
+            self.uncached.count(task, tokens.uncached)
         match = self._match(task, tokens)
         allocation = self.manager.allocate(task.request_id, match.num_tokens)
         if isinstance(allocation, NoSpace):

@@ -57,7 +57,7 @@ class Exported:
 @lru_cache(maxsize=1)
 def exported() -> Exported:
     """Of this process: what the scheduler half counts, what worker ranks say of their copies, what the overlay sees."""
-    return Exported(Source.COUNTERS, Source.STATS, Source.COPIES, Source.REPORTS, Source.OVERLAY)
+    return Exported(Source.COUNTERS, Source.STATS, Source.COPIES, Source.REPORTS, Source.OVERLAY, Source.UNCACHED)
 
 
 @lru_cache(maxsize=1)
@@ -139,6 +139,7 @@ class CacheMetricsPublisher:
         self._exported.publish(Source.STATS, stats, self._published)
         self._exported.publish(Source.COUNTERS, stats.counters, self._published)
         self._exported.publish(Source.OVERLAY, self._overlay, self._published)
+        self._exported.publish(Source.UNCACHED, self._adapter.uncached, self._published)
         if self.storage is not None:
             exported_storage().publish(Source.STORAGE, self.storage, self._published)
         if self.recorder is not None:

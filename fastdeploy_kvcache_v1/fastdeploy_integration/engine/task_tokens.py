@@ -25,6 +25,8 @@ class TaskTokens:
     def __init__(self, task: Any, block_size: int, inputs: PromptInputs | None = None) -> None:
         """`inputs`: what its prompt has beside token ids, None for what it tells itself."""
         self.task = task
+        self.uncached: str | None = None
+        """Why tokens of it are not cached, as the metric `uncached_requests` counts it; None where all may be."""
         self.tokens_before_wait: int | None = None
         """Cached tokens when it began to wait for a prefix that another request computes; None if it did not."""
         self._num_output = 0
@@ -34,7 +36,8 @@ class TaskTokens:
         self._num_named: int | None = None
         try:
             inputs = inputs_of(task) if inputs is None else inputs
-            self._num_named = inputs.num_named
+            if inputs.refusal is not None or inputs.num_named is not None:
+                self.uncached, self._num_named = "items", inputs.num_named
             if inputs.refusal is not None:
                 raise ConfigError(inputs.refusal)
             self.access = access_of(task)
@@ -91,6 +94,7 @@ class TaskTokens:
             "request %s is served without the cache, its tokens cannot be hashed: %s", self.task.request_id, reason
         )
         self._hasher = None
+        self.uncached = self.uncached or "tokens"
 
 
 def start_of_cut_item(task: Any, num_tokens: int, block_size: int) -> int:

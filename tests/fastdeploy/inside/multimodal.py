@@ -33,6 +33,7 @@ from fastdeploy.model_executor.layers.rotary_embedding import get_rope_3d
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import give_name, sent_inputs
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import prompt_inputs
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from tests.fastdeploy.real_manager import BLOCK_SIZE, make_manager, make_request
 from tests.fastdeploy.scene import Scene
@@ -226,6 +227,7 @@ def test_prompts_share_what_agrees_in_tokens_positions_and_pixels(model):
         hits += found > 0
         with_items += found > 0 and any(isinstance(piece, Piece) for piece in pieces)
         cut += found > 0 and most is not None
+    assert line.scene.manager.cache_manager.uncached == Uncached()
     assert min(hits, with_items) > 40
     assert cut > 8
 

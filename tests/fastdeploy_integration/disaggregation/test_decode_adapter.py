@@ -10,6 +10,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import INPUTS, name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
 from tests.fastdeploy_integration.engine.by_hand import Control, Kind, Status
@@ -163,6 +164,7 @@ def test_images_are_told_apart_by_pixels_shape_and_positions(decode, sent):
     assert decode.served("h", [*PREFIX, 5]).first_block == 0
     assert found("g", {**wide, "images": None}) == 0, "what prefill cannot name"
     assert found("j", image(9, [1, 2, 4], moves=2)) == 2, "the third block is behind the image"
+    assert decode.cache.uncached == Uncached(items=2)
     assert decode.served("i", [*PREFIX, 5], cache_salt="another").first_block == 0
     decode.cache.check_idle()
 

@@ -8,6 +8,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name i
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter, waiting_requests
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.kept_hashes import KEPT_HASHES, KeptHashes
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens, start_of_cut_item
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 
 from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, make_adapter, served
 
@@ -125,6 +126,8 @@ def test_a_request_that_cannot_be_hashed_is_served_without_caching_and_lets_the_
     assert "request poisoned is served without the cache, its tokens cannot be hashed" in caplog.text
     assert "matching it failed" not in caplog.text
     assert server.clients.num_ended == {"finished": 5}
+    counted = server.host.cache_manager.uncached
+    assert counted in (Uncached(items=2), Uncached(tokens=2))
 
 
 def test_a_match_that_fails_in_the_cache_itself_leaves_no_trace(monkeypatch, caplog):
@@ -140,6 +143,7 @@ def test_a_match_that_fails_in_the_cache_itself_leaves_no_trace(monkeypatch, cap
         assert cache.request_match_blocks(task, 4)[:2] == ([], 0)
     assert "request x is served without the cache: matching it failed" in caplog.text
     assert "a defect of ours" in caplog.text
+    assert cache.uncached == Uncached(failed=1)
     cache.check()
     cache.manager.check_idle()
     assert cache.request_match_blocks(task, 4)[1] == 8

@@ -7,6 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.copy_totals import RankCopies
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 from fastdeploy_kvcache_v1.metadata import EVICT, CopyPath, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.metric_table import PREFIX, Kind, Source, rows
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
@@ -44,7 +45,8 @@ class CountingManager:
 @pytest.fixture
 def publisher(samples, monkeypatch):
     monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.0)
-    adapter, overlay = SimpleNamespace(manager=CountingManager()), SimpleNamespace(num_changed_bodies=3)
+    adapter = SimpleNamespace(manager=CountingManager(), uncached=Uncached(1, 2, 3, 4))
+    overlay = SimpleNamespace(num_changed_bodies=3)
     return metrics.CacheMetricsPublisher(adapter, overlay)
 
 
@@ -54,6 +56,7 @@ def test_every_row_of_the_scheduler_half_is_published_with_its_own_number(publis
     expected = (
         {("copy_reports_lost_total",): 0, ("copy_reports_unreadable_total",): 0}
         | {("changed_bodies",): 3}
+        | {("uncached_requests_total", ("reason", name)): value for name, value in vars(Uncached(1, 2, 3, 4)).items()}
         | {
             (metric.name + ("_total" if metric.kind is Kind.COUNTER else ""),): metric.value(source)
             for source, metric in [

@@ -15,6 +15,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.prompt_inputs import (
     token_rows,
 )
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 
 from .by_hand import FakeTask, Status, begin, end, make_adapter, served
 
@@ -126,6 +127,7 @@ def test_what_is_before_features_that_come_later_is_cached(late):
     inputs = {late: ["url"], "image_patch_id": 23, "video_patch_id": None}
     for found in (0, 20):
         assert served(cache, FakeTask("r", PROMPT, items=inputs)) == found
+    assert cache.uncached == Uncached(items=2)
     assert served(cache, FakeTask("r", PROMPT)) == 20, "text before them is text"
     assert served(cache, FakeTask("r", PROMPT, items={late: ["url"]})) == 0, "nobody knows where they are"
 
@@ -176,3 +178,12 @@ def test_what_a_client_writes_over_it_is_not_believed(forged):
     setattr(task, ATTRIBUTE, forged)
     assert TaskTokens(task, BLOCK).hashes == names(**pixels((1, 2, 2)))
     assert pickle.loads(pickle.dumps(inputs_of(task))) is None, "it stays in the engine"
+
+
+def test_requests_without_the_cache_are_counted_once_by_reason():
+    cache = make_adapter(40)
+    tasks = [FakeTask("a", PROMPT), FakeTask("a", PROMPT), FakeTask("b", [-1] * 9)]
+    tasks.append(FakeTask("c", PROMPT, items={**pixels((1, 2, 2)), "images": None}))
+    for task in tasks * 3:
+        cache.request_match_blocks(task, BLOCK)
+    assert cache.uncached == Uncached(same_id=1, tokens=1, items=1)
