@@ -29,7 +29,7 @@ from .copy_reports import NO_NEWS, CopyReports
 from .followers import Followers
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher, observe_storage
-from .prompt_inputs import inputs_of
+from .prompt_inputs import PromptInputs, inputs_of
 from .rank_passes import RankPasses
 from .running_rows import running_rows
 from .same_id import HeldBack
@@ -41,6 +41,9 @@ from .weight_updates import WeightUpdates, start_again
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+CUT = "_kvcache_v1_cut"
+"""Of a request whose videos FastDeploy has cut: a `PromptInputs`, which no client can name."""
 
 
 class NoSignal:
@@ -349,6 +352,17 @@ def waiting_async_process(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
         return is_incomplete
 
     return process(*args, **kwargs)
+
+
+def update_mm_hashes(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `ResourceManagerV1._update_mm_hashes`: FastDeploy cuts the videos of a request once, and not at each match.
+    The second time it takes a part for the next item, and tells the workers that item's place wrong.
+    """
+    request = kwargs["request"] if "request" in kwargs else args[-1]
+    if not isinstance(vars(request).get(CUT), PromptInputs):
+        inputs = inputs_of(request)
+        wrapped(*args, **kwargs)
+        setattr(request, CUT, inputs)
 
 
 def get_prefix_cached_blocks_in_turn(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
