@@ -23,6 +23,8 @@ class Quiet:
 
     weights = 0
     host: Any
+    on: frozenset[str] = frozenset()
+    """Faults: none, by itself."""
     copies_fail = False
     """Those to the host, until it is set again."""
     raises_at = 0
