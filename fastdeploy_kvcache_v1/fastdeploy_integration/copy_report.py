@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..copy_totals import CopyTotals, RankCopies
 from ..errors import MessageVersionError
+from ..forks import SOCKET_DIRECTORIES
 from ..metadata import CacheLevel, CopyPath, PassProgress, TransferResult
 from ..timings import PrefillTime
 
@@ -106,7 +107,7 @@ def socket_path(queue_port: int, name: str = "copies") -> Path:
 
     No two engines of one machine share a port, data parallel ones of one server included. The directory is its own.
     """
-    directory, own = Path(tempfile.gettempdir()), f"fd-kvcache-{os.getuid()}-{queue_port}"
+    directory, own = Path(tempfile.gettempdir()), f"{SOCKET_DIRECTORIES}{os.getuid()}-{queue_port}"
     if len(os.fsencode(directory / own / LONGEST_NAME)) > MAX_SOCKET_PATH:
         directory = Path("/tmp")
     return directory / own / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import OverlayError
+from ...forks import guard
 from ..overlay.overlay import Overlay
 from ..overlay.release import installed_fastdeploy
 from ..overlay.table import PatchTable, Where, known_releases, load_table, table_directory
@@ -18,6 +19,7 @@ def start() -> Overlay:
     fastdeploy = installed_fastdeploy()
     if fastdeploy is None:
         raise OverlayError("FastDeploy is not installed: `serve --fastdeploy-cpu` runs its server")
+    guard()
     _active = Overlay(table_for(fastdeploy.release), fastdeploy.root)
     _active.start()
     return _active

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...forks import closed_in_children
 from . import run_directory
 
 RUNNING = 1
@@ -52,6 +53,7 @@ class TokenReceiver:
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        closed_in_children(self._socket)
         path.unlink(missing_ok=True)
         self._socket.bind(str(path))
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from ...forks import look_for_lock_of_values
 from ...metadata import CopyPath
 from ...metric_table import COPY_PATH, STORAGE_BUCKETS_S, STORAGE_LATENCY, Kind, Metric, Source, rows
 from ...storage.engine.tier import StorageTier
@@ -35,6 +36,7 @@ class Exported:
                 return Gauge(metric.full_name, metric.help, metric.label_names, multiprocess_mode="livesum")
             return Counter(metric.full_name, metric.help, metric.label_names)
 
+        look_for_lock_of_values()
         by_name = {metric.name: metric for metric in rows(*sources)}
         collectors = {name: register(metric) for name, metric in by_name.items()}
         self._rows = {source: [(metric, collectors[metric.name]) for metric in rows(source)] for source in sources}

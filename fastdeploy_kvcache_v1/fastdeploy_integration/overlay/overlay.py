@@ -21,6 +21,7 @@ from typing import Any
 import wrapt
 
 from ...errors import OverlayError
+from ...forks import guard, renewed_in_children
 from ...switch import SWITCH
 from .bodies import Change, changes, known_digests
 from .release import FastDeployTree, installed_fastdeploy
@@ -49,7 +50,7 @@ class Overlay:
         self.table = table
         self._root = root
         self._states = dict.fromkeys(table.rows, PointState.WAITING)
-        self._lock = threading.RLock()
+        self._lock = renewed_in_children(threading.RLock())
         self.num_changed_bodies = 0
         """Of those that our code relies on, as `start` found them."""
 
@@ -201,6 +202,7 @@ def start() -> Overlay | None:
         if fastdeploy.has_own_manager:
             logger.warning("this FastDeploy has its own v1 KV-cache manager; fastdeploy-kvcache-v1 leaves it alone")
             return None
+        guard()
         overlay = overlay_for(fastdeploy)
         try:
             overlay.start()

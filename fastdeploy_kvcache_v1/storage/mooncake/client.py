@@ -12,6 +12,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from ...errors import ConfigError, StorageError
+from ...forks import closed_in_children
 from .process import MappedMemory, Start
 from .settings import MooncakeSettings
 
@@ -75,6 +76,7 @@ class MooncakeClient:
         self._leaves = bool(segment_bytes)
         hostname = settings.hostname
         self._connection, theirs = Pipe()
+        closed_in_children(self._connection)
         environment = {**ENVIRONMENT, "MC_TCP_BIND_ADDRESS": _without_port(hostname), **os.environ}
         with theirs:
             self._process = subprocess.Popen(

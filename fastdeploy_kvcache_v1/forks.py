@@ -1,0 +1,145 @@
+"""Forks of a process with threads: no child waits for a lock that a thread held, and none keeps a socket of ours.
+
+FastDeploy forks its API processes from the engine, and the engine's threads stay behind: a lock that one of them held
+would stay locked in the child for ever. After a fork these locks are free in the child, whoever held them:
+
+    of prometheus_client, the overlay's     made anew: what they guard is written anew for each process, or whole
+    of logging's handlers                   taken before the fork: one that is held may mean that Python is inside its
+                                            file, whose own lock nobody can make anew
+
+Other locks of ours guard objects of the engine that no child uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+SOCKET_DIRECTORIES = "fd-kvcache-"
+"""How the names of directories begin that hold only sockets of ours."""
+
+LOGGING_WAIT_S = 10.0
+"""How long a fork waits for those who write to logs. Then it goes on: who writes may be waiting for who forks."""
+
+T = TypeVar("T")
+
+_renewed: weakref.WeakSet[Any] = weakref.WeakSet()
+_closed: weakref.WeakSet[Any] = weakref.WeakSet()
+_held = threading.local()
+
+
+@cache
+def guard() -> None:
+    """From here on, for every `os.fork` of this process and of its children."""
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+def renewed_in_children(lock: T) -> T:
+    """`lock`, a Lock or RLock, which a child finds free. What it guards must be whole at every moment."""
+    _renewed.add(lock)
+    return lock
+
+
+def closed_in_children(connection: T) -> T:
+    """`connection`, whose `close` a child calls. For what has no name in `SOCKET_DIRECTORIES`."""
+    _closed.add(connection)
+    return connection
+
+
+def _before() -> None:
+    _held.locks = []
+    deadline = time.monotonic() + LOGGING_WAIT_S
+    handlers = vars(logging)["_at_fork_reinit_lock_weakset"]  # those whose locks logging makes anew in a child
+    if _take(vars(logging)["_lock"], deadline):  # first: logging itself takes it next, and does not give up
+        for handler in list(handlers):
+            if handler.lock is not None:
+                _take(handler.lock, deadline)
+
+
+def _take(lock: Any, deadline: float) -> bool:
+    taken: bool = lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    if taken:
+        _held.locks.append(lock)
+    return taken
+
+
+def _in_parent() -> None:
+    for lock in reversed(_held.locks):
+        lock.release()
+
+
+def _in_child() -> None:
+    for lock in (*_renewed, *_locks_of_prometheus()):
+        lock._at_fork_reinit()
+    for connection in _closed:
+        connection.close()
+    _close_named_sockets()
+
+
+def _locks_of_prometheus() -> Iterator[Any]:
+    if "prometheus_client" not in sys.modules:
+        return
+    from prometheus_client import REGISTRY
+
+    if (lock := lock_of_values()) is not None:
+        yield lock
+    for owner in (REGISTRY, *REGISTRY._names_to_collectors.values()):
+        if (lock := getattr(owner, "_lock", None)) is not None:
+            yield lock
+
+
+def lock_of_values() -> Any | None:
+    """The one lock that prometheus_client has for all values in its multiprocess mode, in a closure.
+
+    None in the other mode, and where another version keeps it elsewhere.
+    """
+    from prometheus_client import values
+
+    update: Any = values.ValueClass.inc
+    names = update.__code__.co_freevars
+    return update.__closure__[names.index("lock")].cell_contents if "lock" in names else None
+
+
+def look_for_lock_of_values() -> None:
+    """Warns where a child may wait for ever."""
+    from prometheus_client import values
+
+    if values.ValueClass._multiprocess and lock_of_values() is None:
+        logger.warning(
+            "got a prometheus_client that keeps the lock of its values in an unknown place, expected 0.19 to 0.26: "
+            "install one of these, or an API process may stand still at its first request"
+        )
+
+
+def _close_named_sockets() -> None:
+    """Those of ZeroMQ, which opens some on threads of its own and knows nothing of forks."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or not open any more
+            each = socket.socket(fileno=int(name))
+            is_ours = any(map(_is_ours, _names(each)))
+            if is_ours:
+                each.close()
+            else:
+                each.detach()
+
+
+def _names(each: socket.socket) -> Iterator[object]:
+    yield each.getsockname()
+    with contextlib.suppress(OSError):  # not connected
+        yield each.getpeername()
+
+
+def _is_ours(name: object) -> bool:
+    return isinstance(name, str) and Path(name).parent.name.startswith(SOCKET_DIRECTORIES)
