@@ -13,7 +13,10 @@ from fastdeploy_kvcache_v1 import forks
 
 from .forked import ended_well, start
 
-pytestmark = pytest.mark.process
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # of Python 3.12: it has threads, and forks
+]
 
 FORKS = 1000
 

@@ -163,8 +163,7 @@ def _wait_ready(settings: Settings, server: subprocess.Popen[bytes]) -> str | No
 def wait_settled(count: Callable[[], int]) -> None:
     """Until `count`, of the server's processes, stops changing, within bounds.
 
-    The first API process answers while the server is still forking the others. A request served in that moment could
-    leave one of them with the lock of a log file that a thread of its parent held, and that worker hangs for ever.
+    The first API process answers while the server is still forking the others.
     """
     deadline = time.monotonic() + SETTLE_LIMIT_S
     last, unchanged_since = count(), time.monotonic()
