@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..engine.patches import control_with_request
+from ..engine.patches import control_with_request, own_cache
 from .patches import tell_decode
 from .pausing import end_requests
+from .prefill_adapter import PrefillAdapter
 from .role_caches import RoleCache
 
 Wrapped = Callable[..., Any]
@@ -24,8 +25,7 @@ def pause(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps the control request that empties the cache, which peers read or fill: what is shared with them ends first.
     Sleep begins with it, and weight updates need it.
     """
-    cache = instance.resource_manager.cache_manager
-    if not isinstance(cache, RoleCache):
+    if (cache := own_cache(instance, RoleCache)) is None:  # type: ignore[type-abstract]
         return wrapped(*args, **kwargs)
     from fastdeploy.engine.request import RequestOutput
 
@@ -46,8 +46,7 @@ def pause_with_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
 
 def resume(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps the end of a pause. Waking up ends with it."""
-    cache = instance.resource_manager.cache_manager
-    if isinstance(cache, RoleCache):
+    if (cache := own_cache(instance, RoleCache)) is not None:  # type: ignore[type-abstract]
         cache.gate.open()
     return wrapped(*args, **kwargs)
 
@@ -64,7 +63,7 @@ def refuse_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
 
     def refuse(request_id: str, error_msg: str, *others: Any, **named: Any) -> None:
         wrapped(request_id, error_msg, *others, **named)
-        if instance.cfg.scheduler_config.splitwise_role == "prefill":
+        if own_cache(instance, PrefillAdapter) is not None:
             request = _received(request_id)
             if request is not None and request.disaggregate_info is not None:
                 tell_decode(instance.split_connector, request, error_msg)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..engine.patches import EnginePrefixCache
+from ..engine.adapter import PrefixCacheAdapter
+from ..engine.patches import EnginePrefixCache, own_cache
 from ..engine.prompt_inputs import inputs_of
 from ..overlay import overlay
 from ..overlay.table import Where
@@ -60,6 +61,9 @@ def preallocate_in_prefill(wrapped: Wrapped, instance: Any, args: Args, kwargs: 
     that is in use waits, and one with blocks gets its name.
     """
 
+    if own_cache(instance, PrefixCacheAdapter) is None:
+        return bool(wrapped(*args, **kwargs))
+
     def preallocate(request: Any) -> bool:
         inputs_of(request)
         with instance.lock:
@@ -80,8 +84,7 @@ def tokens_to_compute(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     """
 
     def ask(request: Any, token_budget: int) -> int:
-        cache = instance.cache_manager
-        if isinstance(cache, PrefillAdapter):
+        if (cache := own_cache(instance, PrefillAdapter)) is not None:
             cache.start(request, instance.get_prefix_cached_blocks)
         num_tokens: int = wrapped(request, token_budget)
         return num_tokens
@@ -93,7 +96,8 @@ def preallocate_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
     """Wraps `preallocate_resource_in_d`: a request that is sent twice gets blocks once, and its ranks fetch those that
     are not cached. One that comes while the server is paused gets none.
     """
-    cache: DecodeAdapter = instance.cache_manager
+    if (cache := own_cache(instance, DecodeAdapter)) is None:
+        return bool(wrapped(*args, **kwargs))
 
     def preallocate(request: Any) -> bool:
         granted = cache.granted(request)
@@ -112,7 +116,10 @@ def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     """Wraps `check_decode_allocated`, which waits for a decode server's answer: asks again while that server has no
     room, and gives up when it is gone, does not answer, or stays full, and when this server is paused.
     """
-    gate = instance.resource_manager.cache_manager.gate
+    if (cache := own_cache(instance, PrefillCache)) is None:
+        asked: tuple[bool, str] = wrapped(*args, **kwargs)
+        return asked
+    gate = cache.gate
 
     def ask(task: Any) -> tuple[bool, str]:
         info = task.disaggregate_info
@@ -171,7 +178,10 @@ def tell_prefill(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     """Wraps `send_cache_info_to_prefill`: 2.5 does not say that it has no room, and prefill would wait for 30 s. A
     paused server says so: it is not asked again.
     """
-    gate = instance.resource_manager.cache_manager.gate
+    if (cache := own_cache(instance, DecodeAdapter)) is None:
+        wrapped(*args, **kwargs)
+        return
+    gate = cache.gate
 
     def tell(tasks: list[Any]) -> None:
         for task in tasks:
@@ -194,7 +204,7 @@ def blocks_to_start(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     """
 
     def blocks(num_chunk_new_block: int) -> int:
-        if num_chunk_new_block == 0 and isinstance(instance.cache_manager, DecodeAdapter):
+        if num_chunk_new_block == 0 and own_cache(instance, DecodeAdapter) is not None:
             return 0
         needed: int = wrapped(num_chunk_new_block)
         return needed
@@ -207,8 +217,7 @@ def answer_for_messager(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwa
 
     def set_manager(resource_manager: Any) -> None:
         wrapped(resource_manager)
-        cache = resource_manager.cache_manager
-        if isinstance(cache, PrefillCache):
+        if (cache := own_cache(resource_manager, PrefillCache)) is not None:
             acknowledges = overlay.active().table.capabilities.acknowledged_cache_info
             Messager(cache.take_transfer_ends, acknowledges=acknowledges).answer(instance.engine_worker_queue)
 
@@ -217,10 +226,10 @@ def answer_for_messager(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwa
 
 def process_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps the start of the thread that takes what prefill servers send: see `FirstTokens`."""
-    cache, queue = instance.resource_manager.cache_manager, instance.engine_worker_queue
-    if isinstance(cache, DecodeAdapter):
+    if (cache := own_cache(instance, DecodeAdapter)) is not None:
         from fastdeploy.engine.request import RequestOutput
 
+        queue = instance.engine_worker_queue
         tokens = FirstTokens(instance, cache, RequestOutput, _on_end())
         is_empty, take = queue.disaggregate_queue_empty, queue.get_disaggregated_tasks
         queue.disaggregate_queue_empty = lambda: tokens.is_empty(is_empty)
@@ -241,8 +250,8 @@ def take_requests(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
     """Wraps the start of the threads that bring requests: those of a prefill server take one at a time, which may have
     waited for its stored prefix, see `StoredPrefixes`.
     """
-    cache, scheduler = instance.resource_manager.cache_manager, instance.scheduler
-    if isinstance(cache, PrefillAdapter):
+    if (cache := own_cache(instance, PrefillAdapter)) is not None:
+        scheduler = instance.scheduler
         if cache.storage is not None:
             prefixes = StoredPrefixes(scheduler, cache.storage, cache.waits_for_storage)
             scheduler.get_requests = partial(prefixes.get_requests, scheduler.get_requests)

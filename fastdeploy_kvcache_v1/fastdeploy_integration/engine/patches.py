@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -254,13 +254,26 @@ def _open_signal(name: str, suffix: int, length: int = 1) -> Any:
     return IPCSignal(name=name, array=np.zeros([length], dtype=np.int32), dtype=np.int32, suffix=suffix, create=False)
 
 
+Cache = TypeVar("Cache", bound=PrefixCacheAdapter)
+
+
+def own_cache(instance: Any, kind: type[Cache]) -> Cache | None:
+    """The cache manager of FastDeploy's resource manager, or of an object that has one; None unless it is of `kind`.
+
+    Patches leave all other objects alone: FastDeploy's tests and tools make some with another cache manager, or none.
+    """
+    cache = getattr(getattr(instance, "resource_manager", instance), "cache_manager", None)
+    return cache if isinstance(cache, kind) else None
+
+
 def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `ResourceManagerV1.schedule`: the batch carries every copy decided since the last one.
 
     What a lost batch left behind is put right first. While weights are updated there is no batch; before the first one
     after that, every request starts again.
     """
-    cache: EnginePrefixCache = instance.cache_manager
+    if (cache := own_cache(instance, EnginePrefixCache)) is None:
+        return wrapped(*args, **kwargs)
     epoch = cache.updates.enter() if cache.updates is not None else 0
     if epoch is None:
         return [], []
@@ -328,9 +341,12 @@ def add_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     waits outside while another one has its id, and for its stored prefix.
     """
 
+    if (cache := own_cache(instance, EnginePrefixCache)) is None:
+        wrapped(*args, **kwargs)
+        return
+
     def add(request: Any) -> None:
         inputs_of(request)
-        cache: EnginePrefixCache = instance.cache_manager
         with cache.arrivals:
             is_back = cache.storage is not None and cache.storage.has_released(request)
             if is_back or not (cache.held_back.hold(instance, request) or cache.waits_for_storage(request)):
@@ -346,8 +362,7 @@ def waiting_async_process(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
 
     def process(request: Any) -> bool | None:
         is_incomplete: bool | None = wrapped(request)
-        if is_incomplete is False:
-            cache: EnginePrefixCache = instance.cache_manager
+        if is_incomplete is False and (cache := own_cache(instance, EnginePrefixCache)) is not None:
             return cache.followers.passes_over(instance, request)
         return is_incomplete
 
@@ -369,14 +384,21 @@ def get_prefix_cached_blocks_in_turn(wrapped: Wrapped, instance: Any, args: Args
     """Wraps the match of a waiting request: see `PrefixCacheAdapter.may_match`."""
 
     def match(request: Any) -> bool:
-        cache: EnginePrefixCache = instance.cache_manager
-        return cache.may_match(request) and wrapped(request)
+        cache = own_cache(instance, PrefixCacheAdapter)
+        return (cache is None or cache.may_match(request)) and wrapped(request)
 
     return match(*args, **kwargs)
 
 
 def wait_for_control_responses(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Awaitable[Any]:
-    """Wraps the wait for answers to a control request: only workers answer, there is no transfer process."""
+    """Wraps the wait for answers to a control request: only workers answer, not the transfer process that FastDeploy
+    would have for a host tier or a store.
+    """
+    sizes = instance.cfg.cache_config
+    would_have_one = sizes.num_cpu_blocks > 0 or sizes.kvcache_storage_backend
+    if not would_have_one or own_cache(instance, EnginePrefixCache) is None:
+        forwarded: Awaitable[Any] = wrapped(*args, **kwargs)
+        return forwarded
 
     def wait(request_id: str, timeout: int, executors: list[str] | None = None) -> Awaitable[Any]:
         answering = ["worker"] if executors is None else [each for each in executors if each != "cache_transfer"]
@@ -388,7 +410,8 @@ def wait_for_control_responses(wrapped: Wrapped, instance: Any, args: Args, kwar
 
 def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `EngineService.clear_data`, which ends every request and drops a batch that may carry copies."""
-    cache: EnginePrefixCache = instance.resource_manager.cache_manager
+    if (cache := own_cache(instance, EnginePrefixCache)) is None:
+        return wrapped(*args, **kwargs)
     with cache.clearing(instance.resource_manager):
         cache.held_back.clear()
         if cache.storage is not None:
@@ -404,8 +427,8 @@ def control_other_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
     """Wraps the control requests that may give the workers other weights. When the engine is paused its cache is empty;
     when it is not, FastDeploy refuses them, or they change nothing.
     """
-    cache: EnginePrefixCache = instance.resource_manager.cache_manager
-    if cache.storage is not None and instance.is_paused:
+    cache = own_cache(instance, EnginePrefixCache)
+    if cache is not None and cache.storage is not None and instance.is_paused:
         cache.storage.weights_changed()
     return wrapped(*args, **kwargs)
 

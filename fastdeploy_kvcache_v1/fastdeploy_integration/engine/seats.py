@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .patches import get_prefix_cached_blocks_in_turn, schedule
+from .adapter import PrefixCacheAdapter
+from .patches import get_prefix_cached_blocks_in_turn, own_cache, schedule
 
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -18,7 +19,7 @@ def get_prefix_cached_blocks(wrapped: Wrapped, instance: Any, args: Args, kwargs
     """Wraps the match of a waiting request in 2.5: one that waits for a seat is not matched in each batch till then."""
 
     def match(request: Any) -> bool:
-        if _waits_for_seat(instance, request):
+        if own_cache(instance, PrefixCacheAdapter) is not None and _waits_for_seat(instance, request):
             return False
         return get_prefix_cached_blocks_in_turn(wrapped, instance, (request,), {})
 
@@ -31,8 +32,9 @@ def blocks_to_start(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     """
 
     def ask(request: Any, num_blocks: int) -> Any:
-        if _waits_for_seat(instance, request):
-            return instance.cache_manager.num_gpu_blocks + 1
+        cache = own_cache(instance, PrefixCacheAdapter)
+        if cache is not None and _waits_for_seat(instance, request):
+            return cache.num_gpu_blocks + 1
         return wrapped(request, num_blocks)
 
     return ask(*args, **kwargs)
@@ -42,7 +44,8 @@ def schedule_with_a_seat(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kw
     """Wraps `ResourceManagerV1.schedule` of 2.6, which starts none of the preempted requests while those that wait have
     all seats. It never comes to that by itself: one is left that runs, until a batch with all of them is lost.
     """
-    let_one_start(instance)
+    if own_cache(instance, PrefixCacheAdapter) is not None:
+        let_one_start(instance)
     return schedule(wrapped, instance, args, kwargs)
 
 

@@ -96,6 +96,7 @@ class Connector:
 def fastdeploy(install, monkeypatch):
     install({"fastdeploy": {}, "fastdeploy.engine": {}, "fastdeploy.engine.request": {"RequestOutput": Output}})
     monkeypatch.setattr(patches, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(patches, "PrefillCache", Connector)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,9 @@ def test_prefill_hears_that_there_is_no_room(paused):
     if paused:
         gate.close()
     reason = DECODE_PAUSED if paused else patches.NO_ROOM
-    manager = SimpleNamespace(cache_manager=SimpleNamespace(gate=gate))
+    cache = DecodeServer().cache
+    cache.gate = gate
+    manager = SimpleNamespace(cache_manager=cache)
     connector = SimpleNamespace(_send_message=lambda *message: sent.append(message), resource_manager=manager)
     full, fits = request("full"), request("fits")
     full.error_msg = patches.NO_ROOM

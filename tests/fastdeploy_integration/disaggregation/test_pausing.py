@@ -8,6 +8,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import control_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.patches import CACHES
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import STUCK_S, UNKNOWN_S, Gate, end_requests
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import DecodeCache, PrefillCache
 
@@ -183,8 +184,8 @@ def test_a_decode_server_hears_which_request_a_paused_prefill_server_refuses(
 ):
     told, sent = [], []
     connector = SimpleNamespace(send_first_token=lambda info, outputs: told.extend(outputs))
-    scheduler = SimpleNamespace(splitwise_role=role_name)
-    service = SimpleNamespace(split_connector=connector, cfg=SimpleNamespace(scheduler_config=scheduler))
+    manager = SimpleNamespace(cache_manager=CACHES[role_name].__new__(CACHES[role_name]))
+    service = SimpleNamespace(split_connector=connector, resource_manager=manager)
 
     def _send_error_response(request_id, error_msg, error_code=500):
         sent.append((request_id, error_msg, error_code))

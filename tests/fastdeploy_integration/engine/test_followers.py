@@ -115,10 +115,11 @@ def test_followers_survive_a_schedule_that_raises():
 
 
 @pytest.mark.parametrize(("answer", "expected", "num_asked"), [(None, None, 0), (True, True, 0), (False, "passed", 1)])
-def test_only_a_complete_request_is_asked_whether_it_waits(answer, expected, num_asked):
+def test_only_a_complete_request_is_asked_whether_it_waits(monkeypatch, answer, expected, num_asked):
     """None is an error, True says that FastDeploy is loading its images."""
     asked = []
     followers = SimpleNamespace(passes_over=lambda manager, request: asked.append((manager, request)) or "passed")
     manager, request = SimpleNamespace(cache_manager=SimpleNamespace(followers=followers)), object()
+    monkeypatch.setattr(engine_patches, "EnginePrefixCache", SimpleNamespace)
     assert engine_patches.waiting_async_process(lambda each: answer, manager, (request,), {}) == expected
     assert asked == [(manager, request)] * num_asked

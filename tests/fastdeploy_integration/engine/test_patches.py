@@ -296,19 +296,25 @@ def test_roles_have_refusals_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"),
+    ("sizes", "given", "asked"),
     [
-        (None, ["worker"]),
-        (["worker", "cache_transfer"], ["worker"]),
-        (["cache_transfer"], []),
-        ({"worker"}, ["worker"]),
+        ((9, None), None, ["worker"]),
+        ((9, None), ["worker", "cache_transfer"], ["worker"]),
+        ((0, "file"), ["cache_transfer"], []),
+        ((0, "file"), {"worker"}, ["worker"]),
+        ((0, None), ["cache_transfer"], ["cache_transfer"]),
+        ((0, None), None, None),
     ],
 )
-def test_nobody_waits_for_the_transfer_process(given, asked):
+def test_no_transfer_process_is_waited_for_where_fastdeploy_has_one(monkeypatch, sizes, given, asked):
     async def wrapped(request_id, timeout, executors=None):
         return request_id, timeout, executors
 
-    waiting = engine_patches.wait_for_control_responses(wrapped, None, ("id", 60), {"executors": given})
+    cache = fd_config(num_cpu_blocks=sizes[0], kvcache_storage_backend=sizes[1]).cache_config
+    monkeypatch.setattr(engine_patches, "EnginePrefixCache", SimpleNamespace)
+    manager = SimpleNamespace(cache_manager=SimpleNamespace())
+    engine = SimpleNamespace(cfg=SimpleNamespace(cache_config=cache), resource_manager=manager)
+    waiting = engine_patches.wait_for_control_responses(wrapped, engine, ("id", 60), {"executors": given})
     assert asyncio.run(waiting) == ("id", 60, asked)
 
 

@@ -20,8 +20,9 @@ from .by_hand import FakeTask, Server, Status
     ],
 )
 def test_a_new_request_is_matched_and_started_only_when_there_is_a_seat(
-    status, stop_flags, idx, is_in_seat, is_matched
+    monkeypatch, status, stop_flags, idx, is_in_seat, is_matched
 ):
+    monkeypatch.setattr(seats, "PrefixCacheAdapter", SimpleNamespace)
     request, asked = FakeTask("x", [1]), []
     request.status, request.idx = status, idx
     cache = SimpleNamespace(may_match=lambda each: True, num_gpu_blocks=9)

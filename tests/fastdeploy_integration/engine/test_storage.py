@@ -299,7 +299,8 @@ def test_where_passes_are_followed_every_batch_carries_a_step_else_the_first_aft
 
 
 @pytest.mark.parametrize("is_paused", [True, False])
-def test_only_a_paused_engine_gets_other_weights(is_paused):
+def test_only_a_paused_engine_gets_other_weights(monkeypatch, is_paused):
+    monkeypatch.setattr(engine_patches, "EnginePrefixCache", SimpleNamespace)
     changed = []
     cache = SimpleNamespace(storage=SimpleNamespace(weights_changed=lambda: changed.append(True)))
     engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache), is_paused=is_paused)
