@@ -37,6 +37,7 @@ from .scenarios import SCENARIOS, fastdeploy, make_worker, updating
 
 _secret = Path(tempfile.mkdtemp()) / "secret"
 _secret.write_text("0123456789abcdef")
+_secret.chmod(0o600)
 os.environ["FASTDEPLOY_KVCACHE_PEER_SECRET_FILE"] = str(_secret)
 os.environ["FASTDEPLOY_KVCACHE_CPU_RUN"] = str(_secret.parent)
 

@@ -13,6 +13,7 @@ from ...errors import ConfigError
 from ...transfer.cuda_ipc_plane import CudaIpcPlane
 from ...transfer.mooncake_plane import MooncakePlane
 from ...transfer.plane import DataPlane
+from ...transfer.secret_file import read_secret
 from ...transfer.settings import TransferSettings
 from ...transfer.socket_plane import SocketPlane
 
@@ -78,10 +79,7 @@ def _secret(environment: Mapping[str, str]) -> bytes:
             "prefill and decode servers share a secret: write one to a file that only you can read "
             f"(`openssl rand -hex 16`), and set {SECRET_FILE} to its path, on every server"
         )
-    try:
-        return Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"{SECRET_FILE}={path} cannot be read: {error.strerror}") from None
+    return read_secret(Path(path))
 
 
 def _limits(text: str) -> dict[str, Any]:

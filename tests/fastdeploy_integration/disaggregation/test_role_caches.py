@@ -77,6 +77,7 @@ class Engine:
 @pytest.fixture
 def logs(monkeypatch, tmp_path, fake_fastdeploy):
     (tmp_path / "secret").write_text("0123456789abcdef")
+    (tmp_path / "secret").chmod(0o600)
     monkeypatch.setenv(settings.SECRET_FILE, str(tmp_path / "secret"))
     monkeypatch.setenv(settings.RANK, "")
     for name in (role_caches.WAIT_FOR_ANSWER, role_caches.ASK_UNTIL_GRANTED):
