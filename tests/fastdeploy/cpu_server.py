@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,7 @@ import psutil
 from openai import OpenAI
 
 from fastdeploy_kvcache_v1.copy_totals import CopyTotals, RankCopies
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.settings import free_ports
 from tests.e2e.server_process import EXIT_TIMEOUT_S, ServerProcess
 
 from .fastdeploy_trees import ROOT, tree
@@ -91,11 +93,14 @@ class CpuServer(ServerProcess):
         self.logs, self.model = directory / "log", directory / "model"
         if not self.model.exists():
             model.write(self.model)
-        self._shared_memory, self._locks = _names(SHARED_MEMORY), _names(LOCKS)
+        self._ports = free_ports("127.0.0.1", 0, 0, 0)
+        self._before = named_by(self._ports)
+        port, queue_port, cache_queue_port = map(str, self._ports)
         super().__init__(
             directory,
             *("--fastdeploy-cpu", "--model", str(self.model), "--served-model-name", "tiny"),
             *("--log-dir", str(self.logs), "--start-timeout", str(START_TIMEOUT_S)),
+            *("--port", port, "--engine-worker-queue-port", queue_port, "--cache-queue-port", cache_queue_port),
             *FLAGS,
             *flags,
             environment={
@@ -163,14 +168,8 @@ class CpuServer(ServerProcess):
         known = self._descendants.values()
         wait_until(lambda: not any(alive(each) for each in known), "processes to end", EXIT_TIMEOUT_S)
         wait_until(lambda: not list(self.temp_dir.iterdir()), "temporary files to go", EXIT_TIMEOUT_S)
-        wait_until(lambda: not self._left_over(), lambda: f"these files to go: {self._left_over()}", EXIT_TIMEOUT_S)
-
-    def _left_over(self) -> set[Path]:
-        """New files that no process uses: none of ours lives any more, and other servers may run beside it."""
-        memory = {SHARED_MEMORY / name for name in _names(SHARED_MEMORY) - self._shared_memory}
-        locks = {LOCKS / name for name in _names(LOCKS) - self._locks if name.startswith("fd_weight")}
-        new = memory | locks
-        return new - _in_use() if new else new
+        left_over = lambda: named_by(self._ports) - self._before  # noqa: E731
+        wait_until(lambda: not left_over(), lambda: f"these files to go: {left_over()}", EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
         """Whatever state it is in: used on the way out of a test."""
@@ -184,21 +183,10 @@ class CpuServer(ServerProcess):
         shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
-def _names(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
-
-
-def _in_use() -> set[Path]:
-    """Files that some process has open or mapped, or sockets that it is bound to."""
-    sockets = Path("/proc/net/unix").read_text().splitlines()
-    used = {Path(line.split(maxsplit=7)[7]) for line in sockets if "/" in line}
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended meanwhile
-            used |= {
-                Path(line.split(maxsplit=5)[5]) for line in (process / "maps").read_text().splitlines() if "/" in line
-            }
-            used |= {link.readlink() for link in (process / "fd").iterdir()}
-    return used
+def named_by(ports: Sequence[int], directories: Sequence[Path] = (SHARED_MEMORY, LOCKS)) -> set[Path]:
+    """What is named by one of these ports, as all that FastDeploy puts there: whatever else comes is another's."""
+    one_of_them = re.compile(rf"(?<!\d)({'|'.join(map(str, ports))})(?!\d)")
+    return {path for directory in directories for path in directory.iterdir() if one_of_them.search(path.name)}
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def test_what_cannot_work_is_refused(secret, changed, reason):
 @pytest.mark.parametrize("mode", [0o640, 0o604])
 def test_a_secret_that_others_can_read_is_refused_in_a_role(secret, mode):
     Path(secret[settings.SECRET_FILE]).chmod(mode)
-    with pytest.raises(ConfigError, match="others can read the secret in .*: run `chmod 600"):
+    with pytest.raises(ConfigError, match="others can read the secret in"):
         settings.transfer_choice(secret)
 
 
