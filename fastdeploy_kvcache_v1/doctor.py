@@ -319,13 +319,16 @@ def _activation() -> tuple[bool | None, str]:
 
 
 def _gpu() -> tuple[bool | None, str]:
-    driver = ctypes.CDLL("libcuda.so.1")
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return False, f"no NVIDIA driver ({error}): install one, or run `serve --fastdeploy-cpu`, which needs none"
     if (status := driver.cuInit(0)) != 0:
-        return False, f"the driver answers with CUDA error {status}"
+        return False, f"the driver answers with CUDA error {status}, expected 0: look at nvidia-smi"
     count, name = ctypes.c_int(), ctypes.create_string_buffer(128)
     driver.cuDeviceGetCount(ctypes.byref(count))
     if count.value < 1:
-        return False, "none"
+        return False, "got 0, expected at least 1: look at CUDA_VISIBLE_DEVICES, and at how the container was started"
     driver.cuDeviceGetName(name, len(name), 0)
     return True, f"{count.value} x {name.value.decode()}"
 
@@ -350,12 +353,14 @@ def _missing(libraries: Mapping[str, str]) -> dict[str, str]:
 
 
 def _paddle() -> tuple[bool | None, str]:
-    for name in ("paddlepaddle-gpu", "paddlepaddle"):
-        try:
-            return name.endswith("gpu"), f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return False, "not installed"
+    wanted, found = "paddlepaddle-gpu", "nothing"
+    for name in (wanted, "paddlepaddle"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found = f"{name} {importlib.metadata.version(name)}"
+            break
+    if found.startswith(wanted):
+        return True, found
+    return False, f"got {found}, expected {wanted}: install it as FastDeploy's installation guide says"
 
 
 def _cupy() -> tuple[bool | None, str]:

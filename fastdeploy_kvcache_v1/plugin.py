@@ -37,6 +37,9 @@ class _Trigger:
 
 
 def _start() -> None:
+    from .refusal import say_refusals_alone  # not in every process that Python starts
+
+    say_refusals_alone()
     if is_enabled():
         from .fastdeploy_integration.overlay import overlay
 

@@ -1,9 +1,11 @@
 """The `doctor` command on FAKE FastDeploy trees, and on this machine."""
 
+import importlib.metadata
 import os
 import re
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,6 +122,52 @@ def test_this_machine_is_described(monkeypatch):
     assert found["copy ops"].ok
     assert found["copy ops"].detail == f"on a CPU by {cpu_paths()[0].name}"
     assert {"GPU", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("installed", "ok", "detail"),
+    [
+        ({"paddlepaddle-gpu": "3.3.1", "paddlepaddle": "3.3.0"}, True, "paddlepaddle-gpu 3.3.1"),
+        ({"paddlepaddle": "3.3.1"}, False, "got paddlepaddle 3.3.1, expected paddlepaddle-gpu: install it"),
+        ({}, False, "got nothing, expected paddlepaddle-gpu: install it"),
+    ],
+)
+def test_a_wrong_paddlepaddle_is_named_beside_the_one_that_is_wanted(monkeypatch, installed, ok, detail):
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = doctor._paddle()
+    assert found[0] is ok
+    assert found[1].startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("driver", "ok", "said"),
+    [
+        (OSError("no libcuda"), False, "no NVIDIA driver (no libcuda): install one, or run `serve --fastdeploy-cpu`"),
+        ((100, 0), False, "CUDA error 100, expected 0: look at nvidia-smi"),
+        ((0, 0), False, "got 0, expected at least 1: look at CUDA_VISIBLE_DEVICES"),
+        ((0, 2), True, "2 x "),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_said_with_what_to_do(monkeypatch, driver, ok, said):
+    def load(name):
+        if isinstance(driver, OSError):
+            raise driver
+        status, count = driver
+        return SimpleNamespace(
+            cuInit=lambda flags: status,
+            cuDeviceGetCount=lambda number: setattr(number._obj, "value", count),
+            cuDeviceGetName=lambda *_: None,
+        )
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", load)
+    found = doctor._gpu()
+    assert found[0] is ok
+    assert said in found[1]
 
 
 @pytest.mark.parametrize(

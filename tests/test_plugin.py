@@ -56,6 +56,26 @@ def test_a_fastdeploy_that_does_not_fit_cannot_be_imported_at_a_second_attempt_e
     assert_refused(python(tmp_path, TRY_TWICE, "1"), line)
 
 
+@pytest.mark.parametrize(
+    ("version", "switch", "line"), [("9.1.0", "1", "FastDeploy 9.1 is not supported"), ("2.6.0", "2", "must be 0 or 1")]
+)
+def test_a_refusal_that_nobody_catches_is_one_line(tmp_path, version, switch, line):
+    fake_fastdeploy.write(tmp_path, "fastdeploy", version=version)
+    done = python(tmp_path, "\nimport fastdeploy", switch)
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("fastdeploy-kvcache: error: ")
+    assert line in said
+
+
+def test_other_errors_keep_their_traceback(tmp_path):
+    root = fake_fastdeploy.write(tmp_path, "fastdeploy", version="9.1.0")
+    (root / "cache_manager" / "v1").mkdir(parents=True)
+    done = python(tmp_path, "\nimport fastdeploy; raise ValueError('of the host')", "1")
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith("ValueError: of the host\n")
+
+
 def test_nor_where_only_its_plugin_groups_call_us(tmp_path):
     """They call a plugin once in a process: an import after a failed one goes past them."""
     loads_plugins = """

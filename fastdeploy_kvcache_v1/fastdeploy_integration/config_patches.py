@@ -19,6 +19,7 @@ from ..storage.settings import StorageSettings, takes_host_blocks
 from ..switch import SWITCH
 from ..units import GIB
 from .backends import BLOCK_WISE_FP8, DSA, MLA, NATIVE, PLAS
+from .cpu_worker import RUN_DIRECTORY
 from .disaggregation.refusals import role_refusals
 from .overlay import overlay
 from .overlay.table import PatchTable
@@ -137,6 +138,7 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
         instance,
         fastdeploy=overlay.active().table,
         v1_scheduler=bool(int(envs.ENABLE_V1_KVCACHE_SCHEDULER)),
+        sees_gpu=_answer(current_platform, "is_cuda") or RUN_DIRECTORY in os.environ,
         attention_backend=envs.FD_ATTENTION_BACKEND,
         whole_prompts=bool(envs.FD_DISABLE_CHUNKED_PREFILL) and not getattr(envs, "FD_DETERMINISTIC_MODE", False),
         foreign_platform=_foreign_platform(current_platform),
@@ -176,13 +178,15 @@ def refusals(
     *,
     fastdeploy: PatchTable,
     v1_scheduler: bool,
+    sees_gpu: bool,
     attention_backend: str,
     whole_prompts: bool,
     foreign_platform: str | None,
     pd_via_storage: bool,
 ) -> list[str]:
     """Why this `FDConfig` cannot be served; empty when it can. `fastdeploy`: the table of the release that runs.
-    `whole_prompts`: what is set asks the scheduler to cut no prompt into chunks.
+    `whole_prompts`: what is set asks the scheduler to cut no prompt into chunks. `sees_gpu`: else FastDeploy has chosen
+    the V0 scheduler itself. A CPU worker stands for a GPU.
     """
     cache, role = config.cache_config, config.scheduler_config.splitwise_role
     swaps = cache.num_cpu_blocks > 0 or cache.sized_by_swap_space
@@ -195,7 +199,10 @@ def refusals(
         f"{storage} with tensor parallelism over several machines": bool(cache.kvcache_storage_backend)
         and int(config.parallel_config.tensor_parallel_size) > int(config.worker_num_per_node),
         "FD_PD_TRANSFER_VIA_STORAGE=1 (workers read each other's blocks without a store)": pd_via_storage,
-        "ENABLE_V1_KVCACHE_SCHEDULER=0 (the V0 scheduler)": not v1_scheduler,
+        "no CUDA GPU is seen (install paddlepaddle-gpu, or run `fastdeploy-kvcache serve --fastdeploy-cpu`)": (
+            not v1_scheduler and not sees_gpu and foreign_platform is None
+        ),
+        "ENABLE_V1_KVCACHE_SCHEDULER=0 (the V0 scheduler)": not v1_scheduler and sees_gpu,
         f"the {foreign_platform} platform": foreign_platform is not None,
         f"{PLAS} (it keeps means of key blocks outside the cache)": attention_backend == PLAS,
         f"{NATIVE} (FastDeploy cannot make it for a GPU)": attention_backend == NATIVE,
@@ -223,6 +230,10 @@ def refusals(
 def _foreign_platform(platform: Any) -> str | None:
     """The name of a device whose model runner we do not patch, so that nothing copies its blocks; None on a GPU."""
     for name in ("xpu", "intel_hpu", "maca", "iluvatar", "gcu", "dcu"):
-        if getattr(platform, f"is_{name}", bool)():
+        if _answer(platform, f"is_{name}"):
             return name
     return None
+
+
+def _answer(platform: Any, question: str) -> bool:
+    return bool(getattr(platform, question, bool)())

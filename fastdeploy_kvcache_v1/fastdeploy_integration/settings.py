@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from typing import Any
 
 from ..config import KVCacheConfig, WritePolicy
 from ..errors import ConfigError
+from ..storage.settings import StorageSettings
+from ..units import GIB
 
 POLICY_VARIABLE = "FD_KVCACHE_V1_WRITE_POLICY"
 THRESHOLD_VARIABLE = "FD_KVCACHE_V1_WRITE_THROUGH_THRESHOLD"
@@ -44,3 +47,42 @@ def export(
     environment[POLICY_VARIABLE] = policy.value
     environment[THRESHOLD_VARIABLE] = str(threshold)
     environment[BLOCK_BYTES_VARIABLE] = "" if block_bytes is None else str(block_bytes)
+
+
+def without_effect(cache: Any) -> list[str]:
+    """Flags of a `CacheConfig` that change nothing beside its others, each with the reason. A flag at its default is
+    not among them.
+    """
+
+    def is_given(name: str, default: object) -> bool:
+        return getattr(cache, name) not in (None, default)
+
+    is_off, no_file = not cache.enable_prefix_caching, cache.kvcache_storage_backend != "file"
+    has_threshold = is_given("write_through_threshold", KVCacheConfig.write_through_threshold)
+    threshold = f"--write-through-threshold {cache.write_through_threshold}"
+    policy = f"--write-policy {cache.write_policy}"
+    checks = {
+        "--swap-space": ("prefix caching is off", is_off and cache.swap_space),
+        f"--eviction-policy {cache.eviction_policy}": (
+            "prefix caching is off",
+            is_off and is_given("eviction_policy", KVCacheConfig.eviction_policy),
+        ),
+        threshold: (
+            f"{policy} does not count hits, write_through_selective does",
+            has_threshold and cache.write_policy != WritePolicy.WRITE_THROUGH_SELECTIVE,
+        ),
+        f"{threshold} or {policy}" if has_threshold else policy: (
+            "there is no host tier (--swap-space)",
+            cache.write_policy != WritePolicy.AUTO and not cache.num_cpu_blocks,
+        ),
+        "--kvcache-storage-dir": ("only the file store has one", no_file and is_given("kvcache_storage_dir", None)),
+        f"--kvcache-storage-gib {cache.kvcache_storage_gib}": (
+            "only the file store has a limit",
+            no_file and is_given("kvcache_storage_gib", StorageSettings.capacity_bytes / GIB),
+        ),
+        f"--storage-prefetch {cache.storage_prefetch}": (
+            "there is no store (--kvcache-storage-backend)",
+            not cache.kvcache_storage_backend and is_given("storage_prefetch", StorageSettings.prefetch.value),
+        ),
+    }
+    return [f"{flag} has no effect: {reason}" for flag, (reason, applies) in checks.items() if applies]

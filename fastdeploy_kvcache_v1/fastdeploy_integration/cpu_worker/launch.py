@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from ...orphan import die_with_parent_thread
+from ...refusal import say_refusals_alone
 from ...switch import is_enabled
 from ..overlay import overlay
 from ..overlay.table import Where
@@ -32,6 +33,7 @@ def main() -> None:
         sys.exit(run_ranks(command, int(size), Path(log_directory)))
     if role == "worker":
         _prepare_math()
+    say_refusals_alone()
     activation.start()
     if is_enabled():
         overlay.start()

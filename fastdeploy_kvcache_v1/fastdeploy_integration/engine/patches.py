@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import zmq
 
+from ... import __version__
 from ...config import KVCacheConfig, WritePolicy
 from ...errors import ConfigError, KVCacheError, StorageError
 from ...metadata import CacheLevel
@@ -105,8 +106,40 @@ class EnginePrefixCache(PrefixCacheAdapter):
         """The weight update after which requests last started again. The schedule loop's own."""
         self._num_ranks_here = int(config.worker_num_per_node)
         self._may_update_weights = config.load_config is not None and bool(config.load_config.dynamic_load_weight)
+        for line in settings.without_effect(cache):
+            _logger().warning(line)
         if cache.host_block_bytes is not None:
-            _log_host_tier(cache, config.parallel_config.tensor_parallel_size)
+            num_ranks = config.parallel_config.tensor_parallel_size
+            line = swap_space.describe(cache.swap_space, cache.num_cpu_blocks, cache.host_block_bytes, num_ranks)
+            _logger().info(line)
+        self._has_told_start = False
+        if not cache.enable_prefix_caching:  # then FastDeploy may launch no cache service
+            self._tell_start()
+
+    def _tell_start(self) -> None:
+        """One line, once, when the size of the device tier is known: this package serves, and how."""
+        if not self._has_told_start:
+            self._has_told_start = True
+            _logger().info(
+                "fastdeploy-kvcache-v1 %s is the cache manager of FastDeploy %s: %s",
+                __version__,
+                overlay.active().table.release,
+                self.describe(),
+            )
+
+    def describe(self) -> str:
+        """Sizes, policies and store in one line."""
+        config, cache = self.manager.config, self._config.cache_config
+        if not config.enable_prefix_caching:
+            return "prefix caching is off"
+        policy = config.write_policy.value
+        if config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            policy += f" (at hit {config.write_through_threshold})"
+        return (
+            f"{self.num_gpu_blocks} device blocks and {self.num_cpu_blocks} host blocks of {config.block_size} tokens, "
+            f"write policy {policy}, eviction policy {config.eviction_policy}, "
+            f"store {cache.kvcache_storage_backend or 'none'}"
+        )
 
     def _record_trace(self, path: Path) -> None:
         """Raises `ConfigError` where the file cannot be made."""
@@ -128,6 +161,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         """Starts no process: workers copy blocks themselves. Returns the empty list of processes."""
         from fastdeploy import envs
 
+        self._tell_start()
         storage = self._storage_settings
         has_reports = self.num_cpu_blocks or (storage is not None and not storage.needs_host_tier)
         if cache_config.enable_prefix_caching and has_reports and self.reports is None:
@@ -231,12 +265,6 @@ def _check_storage(chosen: StorageSettings) -> None:
         check_settings(chosen)
     except StorageError as error:
         _logger().warning("the storage does not work now, the server starts without its blocks: %s", error)
-
-
-def _log_host_tier(cache: Any, num_ranks: int) -> None:
-    _logger().info(swap_space.describe(cache.swap_space, cache.num_cpu_blocks, cache.host_block_bytes, num_ranks))
-    if not cache.enable_prefix_caching:
-        _logger().warning("--swap-space has no effect: prefix caching is off")
 
 
 def _logger() -> logging.Logger:

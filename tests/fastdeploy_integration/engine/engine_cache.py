@@ -39,7 +39,8 @@ def fake_fastdeploy(install, monkeypatch, short_tmp_path, tmp_path):
     }
     install(modules)
     monkeypatch.setattr(tempfile, "tempdir", short_tmp_path)
-    monkeypatch.setattr(engine_patches.overlay, "active", SimpleNamespace)
+    active = SimpleNamespace(table=SimpleNamespace(release="2.6"))
+    monkeypatch.setattr(engine_patches.overlay, "active", lambda: active)
     monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_, **__: None))
     envs.exported = []
     monkeypatch.setattr(settings, "export", lambda *given: envs.exported.append(given))

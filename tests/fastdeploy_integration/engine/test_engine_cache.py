@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
+from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
@@ -13,14 +14,19 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import Cop
 from fastdeploy_kvcache_v1.fastdeploy_integration.storage_channel import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.timings import PrefillTime
 from fastdeploy_kvcache_v1.trace_recorder import VARIABLE as RECORD_VARIABLE
+from fastdeploy_kvcache_v1.units import GIB
+from tests.fastdeploy_integration.fd_configs import fd_config
 from tests.fastdeploy_integration.test_copy_channel import wait_for
 
 from .by_hand import Server
-from .engine_cache import FakeSignal, fake_fastdeploy, launched
+from .engine_cache import FakeSignal, fake_fastdeploy, launch, launched
 
 __all__ = ["fake_fastdeploy"]
+
+FLAGS_AT_REST = {"kvcache_storage_dir": None, "kvcache_storage_gib": StorageSettings.capacity_bytes / GIB}
 
 
 def schedule(manager, wrapped=lambda: ([], []), waiting=()):
@@ -64,7 +70,7 @@ def test_where_nothing_is_copied_nobody_listens_and_rows_are_told_to_none(fake_f
 def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplog):
     socket_path(77).parent.touch()
     with caplog.at_level("WARNING"):
-        manager = launched()
+        manager = launched(**FLAGS_AT_REST)
     assert manager.reports is None
     (message,) = caplog.messages
     assert message.startswith("the results of the workers' copies are not shown: ")
@@ -283,15 +289,29 @@ def test_what_the_queue_says_of_a_batch_is_passed_on():
     assert engine_patches.put_tasks(lambda tasks: "put", None, ((batch, 1),), {}) == "put"
 
 
+SWAP = {"host_block_bytes": 123 << 20, "swap_space": 1.0, "tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize("caching", [True, False])
-def test_the_log_says_what_swap_space_bought(fake_fastdeploy, monkeypatch, caplog, caching):
+def test_the_log_says_once_what_serves_and_what_swap_space_bought(fake_fastdeploy, monkeypatch, caplog, caching):
     monkeypatch.setattr(engine_patches.swap_space, "require_host_memory", lambda config: None)
     with caplog.at_level("INFO"):
-        launched(host_block_bytes=123 << 20, swap_space=1.0, enable_prefix_caching=caching)
-    first, *others = caplog.messages
+        manager = engine_patches.EnginePrefixCache(fd_config(**FLAGS_AT_REST, **SWAP, enable_prefix_caching=caching))
+        manager.update_cache_config(SimpleNamespace(total_block_num=33))  # profiling found the size
+        for _ in range(2):
+            launch(manager)
     sizes = "4 host blocks of 128974848 bytes on each of 2 tensor-parallel ranks, 0.961 GiB in all"
-    assert first == f"--swap-space 1 GiB: {sizes}"
-    assert others == ([] if caching else ["--swap-space has no effect: prefix caching is off"])
+    lines = ["33 device blocks and 4 host blocks of 4 tokens, write policy write_back, eviction policy lru, store none"]
+    if not caching:
+        lines = ["prefix caching is off"]
+    serves = f"fastdeploy-kvcache-v1 {__version__} is the cache manager of FastDeploy 2.6: {lines[0]}"
+    off = [f"{flag} has no effect: prefix caching is off" for flag in ("--swap-space", "--eviction-policy lru")]
+    assert caplog.messages == [*([] if caching else off), f"--swap-space 1 GiB: {sizes}", serves]
+
+
+def test_the_line_of_the_start_names_store_and_threshold(store, monkeypatch):
+    manager = stored(monkeypatch, write_policy="write_through_selective", write_through_threshold=3)
+    assert "write policy write_through_selective (at hit 3), eviction policy lru, store file" in manager.describe()
 
 
 def test_a_trace_is_recorded_where_the_environment_says(fake_fastdeploy, monkeypatch, tmp_path, caplog):

@@ -13,6 +13,7 @@ from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import RUN_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
@@ -134,6 +135,7 @@ def test_thresholds_that_cannot_work(threshold):
 FACTS = {
     "fastdeploy": replace(table_for("2.6"), capabilities=Capabilities(flash_block_wise_fp8=True)),
     "v1_scheduler": True,
+    "sees_gpu": True,
     "attention_backend": "APPEND_ATTN",
     "whole_prompts": True,
     "foreign_platform": None,
@@ -158,6 +160,8 @@ GRAPHS, ROUTING, CHUNKS = {"graph_opt_level": 1}, {"enable_routing_replay": True
         (FILE | SWAP | {"tensor_parallel_size": 16}, {}, "file with tensor parallelism over several machines"),
         (FILE | SWAP, {"pd_via_storage": True}, "FD_PD_TRANSFER_VIA_STORAGE=1"),
         ({}, {"v1_scheduler": False}, "V0 scheduler"),
+        ({}, {"v1_scheduler": False, "sees_gpu": False}, "no CUDA GPU is seen"),
+        ({}, {"v1_scheduler": False, "sees_gpu": False, "foreign_platform": "dcu"}, "the dcu platform"),
         ({}, {"foreign_platform": "xpu"}, "xpu platform"),
         ({}, {"attention_backend": "PLAS_ATTN"}, "PLAS_ATTN (it keeps means of key blocks outside"),
         ({}, {"attention_backend": "NATIVE_ATTN"}, "NATIVE_ATTN (FastDeploy cannot make it"),
@@ -256,16 +260,20 @@ def test_a_configuration_is_refused_with_every_reason(postprocess):
         ({"FD_DISABLE_CHUNKED_PREFILL": True, "FD_DETERMINISTIC_MODE": True}, None, {}),
         ({"FD_PD_TRANSFER_VIA_STORAGE": 1}, None, {"pd_via_storage": True}),
         ({}, "is_maca", {"foreign_platform": "maca"}),
-        ({}, "is_cuda", {}),
+        ({}, "is_cuda", {"sees_gpu": True}),
+        ({"CPU worker": True}, None, {"sees_gpu": True}),
     ],
 )
-def test_what_decides_whether_a_configuration_is_refused(postprocess, envs, platform, expected):
+def test_what_decides_whether_a_configuration_is_refused(postprocess, monkeypatch, envs, platform, expected):
     vars(postprocess.envs).update(envs)
+    if "CPU worker" in envs:
+        monkeypatch.setenv(RUN_DIRECTORY, "/a/run")
     postprocess.platform = platform and SimpleNamespace(**{platform: lambda: True, "is_xpu": lambda: False})
     postprocess.run()
     usual = {
         "fastdeploy": "the table",
         "v1_scheduler": True,
+        "sees_gpu": False,
         "attention_backend": "APPEND_ATTN",
         "whole_prompts": False,
     }
