@@ -115,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     failed = sum(finding.ok is False for finding in findings)
-    print("all ok" if not failed else f"{failed} problem{'s' if failed > 1 else ''}")
+    is_needed = any(finding.name == "bodies" for finding in findings)  # else FastDeploy has a manager of its own
+    well = "all ok" if is_needed else "nothing wrong, and nothing to patch"
+    print(well if not failed else f"{failed} problem{'s' if failed > 1 else ''}")
     return 1 if failed else 0
 
 
@@ -155,7 +157,7 @@ def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
         return
     yield Finding(True, "FastDeploy", f"{found.version} at {found.root}")
     if found.has_own_manager:
-        yield Finding(None, "patch table", "not needed: this FastDeploy has its own v1 manager")
+        yield Finding(None, "patch table", release.OWN_MANAGER)
         return
     try:
         checked = overlay.overlay_for(found)
@@ -183,7 +185,8 @@ def _table_findings(name: str, checked: Overlay) -> Iterator[Finding]:
 
 def _body_findings(checked: Overlay, fastdeploy: FastDeployTree) -> Iterator[Finding]:
     """What signatures do not show."""
-    from .fastdeploy_integration.overlay.bodies import members_lacking, watched
+    from .fastdeploy_integration.overlay.bodies import acceptance, members_lacking, watched
+    from .fastdeploy_integration.overlay.overlay import UNKNOWN_BODIES
 
     if checked.problems():
         yield Finding(None, "bodies", "not looked at until all rows are ok")
@@ -196,6 +199,9 @@ def _body_findings(checked: Overlay, fastdeploy: FastDeployTree) -> Iterator[Fin
     yield Finding(not changed, "bodies", f"{len(changed)} of {len(watched(checked.table))} changed")
     for each in changed:
         yield Finding(False, f"body {each.target}", each.where)
+    if must := [each for each in changed if each.must_hold]:
+        how = f"{UNKNOWN_BODIES}={acceptance(must)} starts a server with these {len(must)}, once you have read them"
+        yield Finding(None, "bodies that must hold", f"{how}; others only warn")
     lacking = members_lacking(fastdeploy.root)
     missing = f"FastDeploy's engine takes {', '.join(lacking)}, which ours does not have"
     yield Finding(not lacking, "cache manager", missing if lacking else "has what FastDeploy's engine takes of it")

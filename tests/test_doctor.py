@@ -103,7 +103,8 @@ OWN_MANAGER = {"cache_manager/v1/__init__.py": ""}
     ("tree", "flags", "status", "said"),
     [
         (("3.1.4",), [], 1, "FastDeploy 3.1 is not supported"),
-        (("3.1.4", OWN_MANAGER), [], 0, "not needed"),
+        (("3.1.4", OWN_MANAGER), [], 0, "so fastdeploy-kvcache-v1 does nothing here: its flags, stores, "),
+        (("3.1.4", OWN_MANAGER), [], 0, "\nnothing wrong, and nothing to patch\n"),
         ((), ["--write-bodies"], 2, "is missing: correct the table first"),
         (None, [], 2, "holds no FastDeploy"),
     ],

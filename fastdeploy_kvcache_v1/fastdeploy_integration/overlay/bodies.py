@@ -12,13 +12,13 @@ import ast
 import copy
 import difflib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import OverlayError
 from .source import find_node
-from .table import Kind, PatchTable, read_toml, table_directory
+from .table import Body, Kind, PatchTable, read_toml, table_directory
 
 FILE = "bodies-{release}.toml"
 IGNORED_FIELDS = {"annotation", "returns", "type_comment", "ctx", "kind", "decorator_list"}
@@ -48,15 +48,23 @@ class Change(NamedTuple):
     must_hold: bool
     """Ours replaces it, or copies what it says: a server must not start with another one."""
     where: str
+    digests: str
+    """Those of its statements now; empty where it is missing."""
 
     def __str__(self) -> str:
         return f"{self.target}: {self.where}"
 
 
-def watched(table: PatchTable) -> dict[str, bool]:
-    """Bodies that the table relies on, and whether they must hold: those it names, and the functions it replaces."""
-    replaced = {row.target: True for row in table.rows if row.kind is Kind.REPLACE and "." in row.qualname}
-    return {**replaced, **{target: body.must_hold for target, body in table.bodies.items()}}
+def acceptance(changes: Iterable[Change]) -> str:
+    """What an operator writes who accepts these changes, and no others."""
+    text = "".join(sorted(f"{each.target} {each.digests}\n" for each in changes))
+    return hashlib.blake2s(text.encode(), digest_size=4).hexdigest()
+
+
+def watched(table: PatchTable) -> Mapping[str, Body]:
+    """Bodies that the table relies on, by target: those it names, and the functions it replaces."""
+    replaced = [row for row in table.rows if row.kind is Kind.REPLACE and "." in row.qualname]
+    return {**{row.target: Body(row.target, row.why, must_hold=True) for row in replaced}, **table.bodies}
 
 
 def digests_file(release: str) -> Path:
@@ -76,16 +84,17 @@ def known_digests(release: str) -> Digests:
 def changes(root: Path, table: PatchTable, known: Digests) -> list[Change]:
     """What differs from `known` in the FastDeploy at `root`."""
     found = []
-    for target, must_hold in watched(table).items():
-        if (where := _difference(root, target, known.get(target))) is not None:
-            found.append(Change(target, must_hold, where))
+    for body in watched(table).values():
+        statements = statements_of(root, body)
+        if (where := _difference(statements, known.get(body.target))) is not None:
+            digests = " ".join(each.digest for each in statements or ())
+            found.append(Change(body.target, body.must_hold, where, digests))
     return found
 
 
-def _difference(root: Path, target: str, known: str | None) -> str | None:
+def _difference(statements: list[Statement] | None, known: str | None) -> str | None:
     if known is None:
         return "its digests are missing: write them with `fastdeploy-kvcache doctor --write-bodies`"
-    statements = statements_of(root, target)
     if statements is None:
         return "missing"
     new, bodies = [each.digest for each in statements], known.split(OR)
@@ -107,8 +116,8 @@ def to_toml(root: Path, table: PatchTable, known: Digests) -> str:
     """
     lines = [f"# Bodies of FastDeploy {table.release} ({table.commit}) that we rely on: a digest of each statement."]
     lines += ["# Written by `fastdeploy-kvcache doctor --source DIR --write-bodies`; docs/porting.md.", "", "[bodies]"]
-    for target in watched(table):
-        statements = statements_of(root, target)
+    for target, body in watched(table).items():
+        statements = statements_of(root, body)
         if statements is None:
             raise OverlayError(f"{target} is missing: correct the table first")
         new = " ".join(each.digest for each in statements)
@@ -128,10 +137,10 @@ def _bare_text(node: ast.stmt) -> str:
     return ast.unparse(_Bare().visit(copy.deepcopy(node)))
 
 
-def statements_of(root: Path, target: str) -> list[Statement] | None:
-    """Of the function or class `target` in the FastDeploy at `root`; None if it is not there."""
-    node = _node(root, target)
-    return None if node is None else list(_statements([node], 0))
+def statements_of(root: Path, body: Body) -> list[Statement] | None:
+    """Of this function or class in the FastDeploy at `root`; None if it is not there."""
+    node = _node(root, body.target)
+    return None if node is None else list(_statements([node], 0, body.may_change))
 
 
 def _node(root: Path, target: str) -> ast.stmt | None:
@@ -139,18 +148,23 @@ def _node(root: Path, target: str) -> ast.stmt | None:
     return find_node(root, module, qualname)
 
 
-def _statements(nodes: Iterable[ast.AST], depth: int) -> Iterator[Statement]:
-    """In the order of the text; one that has others inside comes before them, by its first line alone."""
+def _statements(nodes: Iterable[ast.AST], depth: int, may_change: Sequence[str]) -> Iterator[Statement]:
+    """In the order of the text; one that has others inside comes before them, by its first line alone. An assignment to
+    a local that may change counts by its name.
+    """
     for node in nodes:
         if _is_ignored(node):
             continue
         text = f"{depth} {_dump(node)}"
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                text = f"{depth} {name} =" if name in may_change else text
         yield Statement(_digest(text), getattr(node, "lineno", 0))
         for name, part in ast.iter_fields(node):
             if _is_block(part):
                 if name != "body":  # an `else` is not its `if`
                     yield Statement(_digest(f"{depth} {name}"), part[0].lineno)
-                yield from _statements(part, depth + 1)
+                yield from _statements(part, depth + 1, may_change)
 
 
 def _digest(text: str) -> str:

@@ -23,15 +23,15 @@ import wrapt
 from ...errors import OverlayError
 from ...forks import guard, renewed_in_children
 from ...switch import SWITCH
-from .bodies import Change, changes, known_digests
-from .release import FastDeployTree, installed_fastdeploy
+from .bodies import Change, acceptance, changes, known_digests
+from .release import OWN_MANAGER, FastDeployTree, installed_fastdeploy
 from .source import check_row, expected_parameters, lost_settings, runtime_parameters
 from .table import Kind, PatchRow, PatchTable, Where, table_for
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN_BODIES = "FASTDEPLOY_KVCACHE_UNKNOWN_BODIES"
-"""Environment variable: 1 starts although a body of FastDeploy's has changed that must not."""
+"""Environment variable: names changes of FastDeploy's bodies with which a server starts although these must hold."""
 
 
 class PointState(enum.Enum):
@@ -94,11 +94,12 @@ class Overlay:
         if not changed:
             return
         known = f"the {self.table.release} ({self.table.commit}) that this package was written for"
-        must = [str(each) for each in changed if each.must_hold]
-        if must and os.getenv(UNKNOWN_BODIES, "0") != "1":
+        must = [each for each in changed if each.must_hold]
+        if must and os.getenv(UNKNOWN_BODIES) != acceptance(must):
             raise OverlayError(
-                f"FastDeploy at {self._root} is another one inside than {known}: {'; '.join(must)}. Run "
-                f"`fastdeploy-kvcache doctor`; {UNKNOWN_BODIES}=1 starts all the same, and tokens may be wrong"
+                f"FastDeploy at {self._root} is another one inside than {known}: {'; '.join(map(str, must))}. Upgrade "
+                f"this package. {UNKNOWN_BODIES}={acceptance(must)} starts with these changes alone; tokens may "
+                "be wrong then, so read them first (docs/porting.md)"
             )
         logger.warning(
             "FastDeploy at %s has %d functions that are others inside than in %s: fastdeploy-kvcache doctor names them",
@@ -200,7 +201,7 @@ def start() -> Overlay | None:
         if fastdeploy is None:
             return None
         if fastdeploy.has_own_manager:
-            logger.warning("this FastDeploy has its own v1 KV-cache manager; fastdeploy-kvcache-v1 leaves it alone")
+            logger.warning(OWN_MANAGER)
             return None
         guard()
         overlay = overlay_for(fastdeploy)

@@ -13,6 +13,10 @@ from ...errors import OverlayError
 
 PACKAGE = "fastdeploy"
 DISTRIBUTIONS = ("fastdeploy-gpu", "fastdeploy", "fastdeploy-cpu")
+OWN_MANAGER = (
+    "this FastDeploy has a v1 KV-cache manager of its own, so fastdeploy-kvcache-v1 does nothing here: its flags, "
+    "stores, roles, request fields (cache_salt) and metrics are lost. Who needs them installs FastDeploy 2.5 or 2.6"
+)
 OVERRIDE = "FASTDEPLOY_KVCACHE_HOST_VERSION"
 """Environment variable that names FastDeploy's version where FastDeploy does not."""
 
@@ -43,7 +47,7 @@ class FastDeployTree:
 
     @property
     def has_own_manager(self) -> bool:
-        """A newer FastDeploy that ships the v1 manager needs nothing from us."""
+        """A newer FastDeploy, which has a v1 manager, is left alone."""
         return (self.root / "cache_manager" / "v1").is_dir()
 
 

@@ -26,10 +26,12 @@ adds = ["name"]             attributes of a class, keys of a dictionary (extend)
 where = "engine"            engine, worker, or both: the processes in which it has an effect
 why = "one sentence"
 
-[[body]]                    a function or class that no row changes, and whose inside we rely on; inherited
+[[body]]                    a function or class whose inside we rely on; inherited. What a row replaces is one of them,
+                            and must hold, without being named
 target = "package.module:Qualified.name"
 why = "one sentence"
 must_hold = true            with another body a server does not start; default: it warns
+may_change = ["name"]       locals whose assignments are no change, whatever they say: ours does not ask for them
 """
 
 from __future__ import annotations
@@ -93,12 +95,14 @@ class PatchRow:
 
 @dataclass(frozen=True)
 class Body:
-    """A function or class of FastDeploy's whose inside our code relies on; no row changes it."""
+    """A function or class of FastDeploy's whose inside our code relies on."""
 
     target: str
     why: str
     must_hold: bool = False
     """With another one, a server must not start."""
+    may_change: tuple[str, ...] = ()
+    """Locals that may be assigned anything."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
             parent = _load(_parent_path(path, about["inherits"], (*heirs, release)), (*heirs, release))
         removes = about.get("removes", ())
         rows = _merged(parent, [_row(raw) for raw in content.get("patch", ())], removes)
-        own_bodies = {body.target: body for body in (Body(**raw) for raw in content.get("body", ()))}
+        own_bodies = {raw["target"]: _body(raw) for raw in content.get("body", ())}
         bodies = {target: body for target, body in parent.bodies.items() if target not in removes} | own_bodies
         capabilities = parent.capabilities.with_changes(content.get("capabilities", {}))
         not_in_names = _united(parent.not_in_names, content.get("not_in_names", {}), removes)
@@ -246,6 +250,10 @@ def _row(raw: dict[str, Any]) -> PatchRow:
     if (row.kind is Kind.EXTEND) != bool(row.adds) or (row.kind is Kind.EXTEND) == bool(row.signature):
         raise ValueError(f"{name}: extend needs `adds`, wrap and replace need `signature`, and neither the other's")
     return row
+
+
+def _body(raw: dict[str, Any]) -> Body:
+    return Body(**{**raw, "may_change": tuple(raw.get("may_change", ()))})
 
 
 def _reason(error: Exception) -> str:

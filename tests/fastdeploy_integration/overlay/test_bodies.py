@@ -2,10 +2,12 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1 import doctor
 from fastdeploy_kvcache_v1.errors import OverlayError
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import bodies, overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import load_table
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import FastDeployTree
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Body, load_table
 from tests.fastdeploy_integration import fake_fastdeploy
 
 BODY = '''
@@ -37,8 +39,8 @@ def tree(directory, engine=BODY):
     return fake_fastdeploy.write(directory, "fakehost", engine=engine)
 
 
-def digests(root, target=SCHEDULE):
-    return " ".join(each.digest for each in bodies.statements_of(root, target))
+def digests(root, target=SCHEDULE, **given):
+    return " ".join(each.digest for each in bodies.statements_of(root, Body(target, "a test", **given)))
 
 
 def table(directory, *more):
@@ -94,7 +96,7 @@ def test_what_no_program_sees_is_no_change(tmp_path, old, new):
 def test_a_changed_body_is_named_with_the_place(tmp_path, known, old, new, line, how):
     assert old in BODY
     (change,) = bodies.changes(tree(tmp_path, BODY.replace(old, new)), table(tmp_path), known)
-    assert change == (SCHEDULE, False, f"changed at line {line} ({how}")
+    assert change[:3] == (SCHEDULE, False, f"changed at line {line} ({how}")
 
 
 def test_bodies_that_are_as_they_were_gone_or_unknown(tmp_path, known):
@@ -153,9 +155,30 @@ def test_a_start_warns_once_of_changed_bodies_and_refuses_some(tmp_path, known, 
     host = Overlay(table(tmp_path), tree(tmp_path / "worse", BODY.replace("SECOND = 2", "SECOND = 3")))
     with pytest.raises(OverlayError, match=rf"is another one inside than the 9\.1.*{KINDS}: changed at line 4"):
         host.start()
-    monkeypatch.setenv(overlay.UNKNOWN_BODIES, "1")
+    accepts = f"{overlay.UNKNOWN_BODIES}={bodies.acceptance(host.changed_bodies())}"
+    findings = doctor._body_findings(host, FastDeployTree(tmp_path / "worse", "9.1"))
+    (found,) = (each for each in findings if each.ok is None)
+    assert str(found).startswith(f"   -  bodies that must hold: {accepts} starts a server with these 1")
+    monkeypatch.setenv(*accepts.split("="))
     host.start()
     assert len(caplog.messages) == 2
+    (tmp_path / "other").mkdir()
+    host = Overlay(table(tmp_path), tree(tmp_path / "other", BODY.replace("SECOND = 2", "SECOND = 4")))
+    accepts = f"{overlay.UNKNOWN_BODIES}={bodies.acceptance(host.changed_bodies())}"
+    with pytest.raises(OverlayError, match=f"{accepts} starts"):  # who accepts one change has not accepted another
+        host.start()
+
+
+@pytest.mark.parametrize(
+    ("new", "is_change"),
+    [("batch = list(tasks)", False), ("batch: list = []", False), ("batch = last = []", True), ("batch += []", True)],
+)
+def test_what_a_local_that_may_change_is_assigned_is_no_change(tmp_path, new, is_change):
+    (tmp_path / "old").mkdir()
+    before = digests(tree(tmp_path / "old"), may_change=("batch",))
+    after = tree(tmp_path, BODY.replace("batch = []", new))
+    assert digests(tmp_path / "old" / "fakehost") == OF_EVERY_PYTHON
+    assert (digests(after, may_change=("batch",)) != before) == is_change
 
 
 def test_the_difference_of_two_trees_is_shown_in_words(tmp_path, known):
