@@ -401,6 +401,9 @@ def update_mm_hashes(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     """Wraps `ResourceManagerV1._update_mm_hashes`: FastDeploy cuts the videos of a request once, and not at each match.
     The second time it takes a part for the next item, and tells the workers that item's place wrong.
     """
+    if own_cache(instance, PrefixCacheAdapter) is None:
+        wrapped(*args, **kwargs)
+        return
     request = kwargs["request"] if "request" in kwargs else args[-1]
     if not isinstance(vars(request).get(CUT), PromptInputs):
         inputs = inputs_of(request)

@@ -32,6 +32,7 @@ from fastdeploy.input.qwen_vl_processor.qwen_vl_processor import QwenVLProcessor
 from fastdeploy.model_executor.layers.rotary_embedding import get_rope_3d
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import give_name, sent_inputs
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import prompt_inputs
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCacheAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
@@ -236,6 +237,8 @@ def names(request, told=None):
     return TaskTokens(request, BLOCK_SIZE, told).hashes
 
 
+OURS = ResourceManagerV1.__new__(ResourceManagerV1)
+OURS.cache_manager = PrefixCacheAdapter.__new__(PrefixCacheAdapter)
 VIDEO = Piece(colors=[3, 4, 3, 4], size=(56, 56), fps=1, uuid=None)
 PROMPT = ["look: ", VIDEO, " and ", Piece(colors=[7], size=(56, 112), fps=1, uuid="mine"), "what is it?" * 3]
 
@@ -264,7 +267,7 @@ def test_fastdeploy_cuts_the_videos_of_a_request_once(model):
     for forged in (True, {}):
         request._kvcache_v1_cut = forged  # a client can name it
     for _ in range(3):
-        ResourceManagerV1._update_mm_hashes(SimpleNamespace(), request)
+        OURS._update_mm_hashes(request)
         *parts, last = request.multimodal_inputs["mm_positions"]
         assert [each.offset for each in parts] == [6 + index * parts[0].length for index in range(len(parts))]
         assert len(parts) == (4 if model == "ernie" else 2)
@@ -274,7 +277,7 @@ def test_fastdeploy_cuts_the_videos_of_a_request_once(model):
 def test_a_prompt_that_was_cut_and_put_before_has_the_same_names(model):
     packed = inputs(model, PROMPT)
     one, other = (make_request("r", packed["input_ids"].tolist(), dict(packed)) for _ in range(2))
-    ResourceManagerV1._update_mm_hashes(SimpleNamespace(), other)
+    OURS._update_mm_hashes(other)
     utils.to_tensor([other])
     assert names(one) == names(other) != ()
 

@@ -136,6 +136,7 @@ def test_pixels_are_digested_once_before_any_lock_is_taken(monkeypatch):
     cache, digested, digest = make_adapter(40), [], prompt_inputs._digest
     queue = []
     manager = SimpleNamespace(cache_manager=cache)
+    monkeypatch.setattr(patches, "EnginePrefixCache", type(cache))
 
     class Lock:
         is_held = False
