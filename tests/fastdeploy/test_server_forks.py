@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(1
 API_PROCESSES = 40
 BUSY_LOOPS = 2
 STARTS = int(os.getenv("FASTDEPLOY_KVCACHE_STARTS", "1"))
-ANSWERED = re.compile(r'^INFO +\S+ \S+ (\d+) .*"POST /v1/chat/completions HTTP/1.1" 200', re.MULTILINE)
+POST = r'"POST /v1/chat/completions HTTP/1.1" 200'
+ANSWERED = re.compile(rf"^(?:INFO +\S+ \S+|\[.{{19}}\]) \[?(\d+)\b.*{POST}", re.MULTILINE)
+"""The access log of 2.6 and that of 2.5."""
 
 
 @pytest.fixture
