@@ -12,7 +12,6 @@ import resource
 import site
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -370,24 +369,14 @@ def _paddle() -> tuple[bool | None, str]:
 
 
 def _cupy() -> tuple[bool | None, str]:
-    served = _cuda_of_driver()
-    with needed_by("a server on a GPU", "gpu-cuda13" if served >= 13 else "gpu"):
-        cupy = importlib.import_module("cupy")
+    from .worker.ops.driver import cuda_of_driver, load_cupy
+
+    cupy, served = load_cupy(), cuda_of_driver()
     needs = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if 0 < served < needs:
         install = f"pip uninstall cupy-cuda{needs}x && pip install 'fastdeploy-kvcache-v1[gpu]'"
         return False, f"{cupy.__version__} is for CUDA {needs}, the driver serves CUDA {served}: {install}"
     return True, f"{cupy.__version__} for CUDA {needs}"
-
-
-def _cuda_of_driver() -> int:
-    """The newest CUDA that the driver serves; 0 without one."""
-    from .worker.ops.driver import driver
-
-    version = ctypes.c_int()
-    with suppress(ConfigError):
-        driver().call("cuDriverGetVersion", ctypes.byref(version))
-    return version.value // 1000
 
 
 def _ops() -> tuple[bool | None, str]:

@@ -13,7 +13,7 @@ from ctypes import byref, c_int
 from ..errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError, TransferError
 from ..worker.ops.driver import driver
 from ..worker.ops.rows import BlockRows
-from ..worker.runtime.cuda import stream_on, use_device
+from ..worker.runtime.cuda import CudaStream, use_device
 from .cuda_ipc_address import (
     KIND,
     CudaIpcAddress,
@@ -89,7 +89,7 @@ class CudaIpcPlane(OneSidedPlane):
         mapped = Mapped(self._memory, self._gpu.number, _visit(peer.presence))
         try:
             bases = [mapped.map(allocation.handle) for allocation in peer.allocations]
-            stream = stream_on(self._gpu.number, "peer-reads")
+            stream = CudaStream(self._gpu.number, "peer-reads")
         except (ConfigError, TransferError, RuntimeError) as error:
             mapped.close()
             raise PeerRefusedError(

@@ -69,7 +69,6 @@ class CudaIpcSource(OneSidedSource):
         self._stream = stream
 
     def _copy(self, ranges: Ranges, deadline: float) -> None:
-        use_device(self._mapped.gpu)
         self._stream.begin()
         by_batch = BATCH in trial.known().ways  # known to hang on some drivers
         self._stream.submit(partial(self._mapped.memory.copy, self._stream, ranges, by_batch=by_batch))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import sys
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
-from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane, cuda_ipc_source, mooncake_plane, socket_source
+from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane, mooncake_plane, socket_source
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_source import CudaIpcSource
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
@@ -149,8 +150,8 @@ class CudaIpc(Sockets):
         monkeypatch.setattr(self.gpu, "answer", partial(self._answer, self.gpu.answer))
         monkeypatch.setattr(cuda_ipc_plane, "this_process", lambda: self.process)
         monkeypatch.setattr(cuda_ipc_plane, "READERS_LEAVE_S", 0.05)
-        for module in (cuda_ipc_plane, cuda_ipc_source):
-            monkeypatch.setattr(module, "use_device", lambda gpu: setattr(self, "is_current", gpu == 0))
+        device = sys.modules["cupy"].cuda.Device
+        monkeypatch.setattr(device, "use", lambda gpu: setattr(self, "is_current", gpu.id == 0))
 
     def _answer(self, answer, name, *given):
         is_read = name.startswith("cuMemcpy") and given[-1] != 0

@@ -9,6 +9,7 @@ from ...errors import ConfigError
 from ...worker.ops import trial
 from ...worker.ops.copies import both_ways, chosen
 from ...worker.runtime import CudaRuntime, Runtime
+from ...worker.runtime.cuda import use_device
 from .. import settings
 from ..backends import DSA, MLA, cache_backend
 from ..copy_report import socket_path
@@ -93,9 +94,7 @@ def _current_device() -> int:
 
 def _enter_current_device() -> None:
     """In a thread: it starts with the first device of the process as its own."""
-    import cupy
-
-    cupy.cuda.Device(_current_device()).use()
+    use_device(_current_device())
 
 
 def insert_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from ctypes import byref, c_int32, c_size_t, c_uint, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -107,25 +108,18 @@ def copy_batch(
         some = [array[begin : begin + MOST_BATCHED] for array in (targets, sources, sizes)]
         pointers = [array.ctypes.data for array in some]
         more = (byref(attributes), byref(start), 1, byref(failed), stream.handle)
-        stream.call("cuMemcpyBatchAsync", *pointers, len(some[0]), *more)
+        stream.call("cuMemcpyBatchAsync", *pointers, len(some[0]), *more, copies=len(some[0]))
 
 
 class _Kernel:
-    """The kernel in one direction, with its memory on the GPU: where rows are, and the plan that was uploaded last.
+    """The kernel in one direction, over memory of the GPU: where rows are, and the plan that was uploaded last.
 
-    A plan lies behind the one before it on the stream, whose launches have read that one by then. Raises as CuPy, and
-    `TransferError` where the driver refuses the kernel.
+    A plan lies behind the one before it on the stream, whose launches have read that one by then.
     """
 
-    def __init__(self, cupy: Any, rows: npt.NDArray[Any], num_slots: int, *, to_device: bool) -> None:
-        self._cupy, runtime = cupy, cupy.cuda.runtime
-        places = runtime.malloc(rows.nbytes), runtime.malloc(12 * num_slots)  # the context is there from now on
-        self._module, self._function = c_void_p(), c_void_p()
-        driver().call("cuModuleLoadData", byref(self._module), PTX.read_bytes())
-        driver().call("cuModuleGetFunction", byref(self._function), self._module, b"copy_cache_rows")
-        runtime.memcpy(places[0], rows.ctypes.data, rows.nbytes, runtime.memcpyHostToDevice)
-        runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
-        self._arguments = _Arguments(*places, to_device=to_device)
+    def __init__(self, cupy: Any, function: c_void_p, rows: int, runs: int, *, to_device: bool) -> None:
+        self._cupy, self._function = cupy, function
+        self._arguments = _Arguments(rows, runs, to_device=to_device)
         self._parameters = (c_void_p * 1)(ctypes.addressof(self._arguments))
         self._shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
         self._launch = ctypes.addressof(self._shape)
@@ -150,12 +144,6 @@ class _Kernel:
         self._arguments.first_row, self._arguments.end_row = first, end  # the driver copies them at the call
         stream.call("cuLaunchKernelEx", self._launch, self._function, self._parameters, None)
 
-    def close(self) -> None:
-        self._sources.clear()
-        for place in (self._arguments.rows, self._arguments.runs):
-            self._cupy.cuda.runtime.free(place)
-        driver().call("cuModuleUnload", self._module)
-
 
 class CudaCopies(Copies):
     """Host memory is page-locked. The way of a copy is the fastest one of `rates`; `left` says what it does without.
@@ -171,6 +159,8 @@ class CudaCopies(Copies):
         self.left = dict(rates.left)
         """Ways that are not used here, and why."""
         self._kernels: dict[bool, _Kernel] = {}
+        self._device, self._held = cupy.cuda.Device(), ExitStack()
+        """The calling thread's GPU, and what gives back what is held there."""
         reach = max(side.num_rows * side.pitch for pair in self._pairs[True] for side in pair)
         if reach > rates.reach:
             self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != RUNS}
@@ -184,14 +174,30 @@ class CudaCopies(Copies):
         """By direction, the runs that came last and their way: all layers of a step have the same."""
 
     def _load(self, cupy: Any) -> None:
-        first, seen = self._pairs[True][0][1].address, c_uint64()
-        try:
-            driver().call("cuMemHostGetDevicePointer", byref(seen), first, 0)  # on some systems it is another address
-            rows = np.array([_row(*pair, seen.value - first) for pair in self._pairs[True]], ROW)
-            for to_device, pairs in self._pairs.items():
-                self._kernels[to_device] = _Kernel(cupy, rows, pairs[0][0].num_rows, to_device=to_device)
-        except (TransferError, cupy.cuda.runtime.CUDARuntimeError) as error:
-            self.left[KERNEL] = f"the driver refuses it: {error}".splitlines()[0]
+        with ExitStack() as held:
+            try:
+                seen = self._seen()
+                rows = np.array([_row(*pair, seen) for pair in self._pairs[True]], ROW)
+                function = _load_function(held)
+                place = _upload(cupy, rows, held)
+                for to_device, pairs in self._pairs.items():
+                    runs = _allocate(cupy, 12 * pairs[0][0].num_rows, held)
+                    self._kernels[to_device] = _Kernel(cupy, function, place, runs, to_device=to_device)
+            except (TransferError, cupy.cuda.runtime.CUDARuntimeError) as error:
+                self._kernels.clear()
+                self.left[KERNEL] = f"the driver refuses it: {error}".splitlines()[0]
+            else:
+                self._held = held.pop_all()
+
+    def _seen(self) -> int:
+        """What is added to a host address for the GPU: on some systems not 0. Raises `TransferError`."""
+        host, seen, found = self._pairs[True][0][1], c_uint64(), set()
+        for address in (host.address, host.address + (host.num_rows - 1) * host.pitch):
+            driver().call("cuMemHostGetDevicePointer", byref(seen), address, 0)
+            found.add(seen.value - address)
+        if len(found) > 1:
+            raise TransferError("parts of the host tier lie apart for the GPU, as they do not in this process")
+        return found.pop()
 
     def _copy(self, stream: DriverStream, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
         latest, way = self._latest[to_device]
@@ -222,9 +228,31 @@ class CudaCopies(Copies):
         return way
 
     def close(self) -> None:
-        for kernel in self._kernels.values():
-            kernel.close()
         self._kernels.clear()
+        self._device.use()
+        self._held.close()
+
+
+def _load_function(held: ExitStack) -> c_void_p:
+    module, function = c_void_p(), c_void_p()
+    driver().call("cuModuleLoadData", byref(module), PTX.read_bytes())
+    held.callback(driver().call, "cuModuleUnload", module)
+    driver().call("cuModuleGetFunction", byref(function), module, b"copy_cache_rows")
+    return function
+
+
+def _allocate(cupy: Any, nbytes: int, held: ExitStack) -> int:
+    """Memory of the GPU."""
+    place = int(cupy.cuda.runtime.malloc(nbytes))
+    held.callback(cupy.cuda.runtime.free, place)
+    return place
+
+
+def _upload(cupy: Any, rows: npt.NDArray[Any], held: ExitStack) -> int:
+    runtime, place = cupy.cuda.runtime, _allocate(cupy, rows.nbytes, held)
+    runtime.memcpy(place, rows.ctypes.data, rows.nbytes, runtime.memcpyHostToDevice)
+    runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
+    return place
 
 
 def _row(device: BlockRows, host: BlockRows, seen: int) -> tuple[int, ...]:

@@ -8,12 +8,15 @@ stream's queue has room (`runtime/cuda.py` sees to that).
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint8, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Protocol
 
 from ...errors import ConfigError, TransferError
+from ...extras import needed_by
 
 VERSION = 12080
 """Of the interface that is asked for: cuMemcpyBatchAsync got another signature under the same name later."""
@@ -71,8 +74,8 @@ class DriverStream(Protocol):
 
     handle: int
 
-    def call(self, name: str, *arguments: object) -> None:
-        """A call of the driver that enqueues there. Raises `TransferError`."""
+    def call(self, name: str, *arguments: object, copies: int = 1) -> None:
+        """A call of the driver that enqueues so many copies there. Raises `TransferError`."""
 
     def record_event(self) -> Any: ...
 
@@ -111,6 +114,23 @@ class _Functions(dict[str, Any]):
 def driver() -> Driver:
     """Of this process."""
     return Driver(lambda name: address_of(name))
+
+
+def cuda_of_driver() -> int:
+    """The newest CUDA that the driver serves; 0 without one."""
+    version = c_int()
+    with suppress(ConfigError):
+        driver().call("cuDriverGetVersion", byref(version))
+    return version.value // 1000
+
+
+def load_cupy() -> Any:
+    """The module. Raises `ConfigError`, with the extra that fits the driver, where it is missing."""
+    try:
+        return importlib.import_module("cupy")
+    except ModuleNotFoundError:
+        with needed_by("a server on a GPU", "gpu-cuda13" if cuda_of_driver() >= 13 else "gpu"):
+            raise
 
 
 def uuid_of(device: int) -> bytes:

@@ -24,7 +24,7 @@ from ...cache_directory import cache_directory
 from ...errors import ConfigError, ModelFetchError
 from .copies import CHOICE as OPS
 from .cuda_copies import PTX
-from .driver import uuid_of
+from .driver import load_cupy, uuid_of
 from .rates import BATCH, KERNEL, RUNS, WAYS, Rates, Timing
 
 logger = logging.getLogger(__name__)
@@ -79,15 +79,13 @@ def rates_of(device: int, row_bytes: Sequence[int]) -> Rates:
     """What works on GPU `device`, and how fast it is for rows of these bytes; `known` from now on.
 
     Takes milliseconds where it was found before, else seconds, and `LIMIT_S` for each way that hangs. Raises
-    `ConfigError` for a wrong `CHOICE`, and where plain copies give other bytes.
+    `ConfigError` for a wrong `CHOICE`, without CuPy, and where plain copies give other bytes.
     """
     global _known
-    import cupy
-
     sizes = sorted({*STANDARD, *(min(each, MOST_ROW) for each in row_bytes)})
     release = driver_release()
     left = _unwanted(release)
-    runtime = cupy.cuda.runtime
+    runtime = load_cupy().cuda.runtime
     if runtime.deviceGetAttribute(runtime.cudaDevAttrComputeMode, device):  # 0: any number of processes at once
         left = dict.fromkeys(WAYS, "the GPU's compute mode admits no second process to try it") | left
     answers = {way: Answer(reason) for way, reason in left.items()}

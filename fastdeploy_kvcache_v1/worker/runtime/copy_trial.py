@@ -26,7 +26,7 @@ from ..ops.cuda_copies import CudaCopies
 from ..ops.rates import JOINED, Rates, Timing
 from ..ops.rows import BlockRows, ByteRows, CopyRuns, LayerRows, plan_runs
 from ..ops.trial import LIMIT_S, Answer
-from .cuda import MAPPED, PORTABLE, CudaStream, stream_on
+from .cuda import MAPPED, PORTABLE, CudaStream
 
 WINDOW = 72 << 20
 """Bytes at the start of each tier that copies use; at its end the last of `FAR_SLOTS` are used as well."""
@@ -97,7 +97,7 @@ class _Trial:
 
     def __init__(self, cupy: Any, way: str, device: int) -> None:
         self._cupy, self._runtime, self._way = cupy, cupy.cuda.runtime, way
-        self._into, self._out, self._compute = (stream_on(device, name) for name in ("in", "out", "compute"))
+        self._into, self._out, self._compute = (CudaStream(device, name) for name in ("in", "out", "compute"))
         self._random = np.random.default_rng(0)
         free, _total = self._runtime.memGetInfo()
         device_bytes = min(DEVICE_BYTES, (free - SLACK) // FAR_BLOCK * FAR_BLOCK)

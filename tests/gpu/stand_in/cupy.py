@@ -75,11 +75,11 @@ class _Pinned:
 
 
 class _Device:
-    def __init__(self, device: int = 0) -> None:
-        self.id = device
+    def __init__(self, device: int | None = None) -> None:
+        self.id = gpu.device if device is None else device
 
     def use(self) -> None:
-        pass
+        gpu.device = self.id
 
     def synchronize(self) -> None:
         gpu.run_all()
@@ -116,7 +116,7 @@ runtime = SimpleNamespace(
     getDeviceCount=lambda: 1,
     deviceGetAttribute=lambda attribute, device: {16: 16, 20: gpu.compute_mode}[attribute],
     deviceGetPCIBusId=lambda device: f"0000:A{device}:00.0",
-    memGetInfo=lambda: (gpu.free_bytes, 2 * gpu.free_bytes),
+    memGetInfo=lambda: gpu.answer("cuMemGetInfo")[1],
     getDeviceProperties=lambda device: {
         "name": b"the fake GPU",
         "multiProcessorCount": 16,

@@ -31,6 +31,12 @@ COMPUTE = 1
 ON_DEVICE, SEEN_BY_KERNELS = 1 << 48, 1 << 47
 """What is added to where the bytes really are: to a device's address, and to the device's address of host memory."""
 
+OF_A_DEVICE = {
+    *("cuStreamCreate", "cuEventCreate", "cuMemAlloc", "cuMemGetInfo", "cuMemHostRegister", "cuModuleLoadData"),
+    *("cuModuleUnload", "cuLaunchKernelEx"),
+}
+"""What the calling thread's GPU decides."""
+
 DEPTH = 1024
 """Entries of a stream; who submits one more waits."""
 
@@ -127,6 +133,10 @@ class FakeGpu:
         self.compute_mode = 0
         """3: one process at a time."""
         self.registered: dict[int, int] = {}
+        self.modules: set[int] = set()
+        self.device = 0
+        """The calling thread's, and those that it was when it mattered."""
+        self.devices: set[int] = set()
         self.broken = 0
         """The error that broke the context."""
         self._streams = {0: _Stream(True), COMPUTE: _Stream(True)}
@@ -165,6 +175,8 @@ class FakeGpu:
 
     def answer(self, name: str, *arguments: Any) -> tuple[int, tuple[Any, ...]]:
         """Status, and what is written through pointers."""
+        if name in OF_A_DEVICE:
+            self.devices.add(self.device)
         status = self.statuses.get(name, self.broken)
         if status:
             return status, ()
@@ -304,6 +316,9 @@ class FakeGpu:
         into[address] = _Memory(mapped, len(mapped), file)
         return address + ON_DEVICE
 
+    def cuMemGetInfo(self) -> (Z, Z):
+        return self.free_bytes, 2 * self.free_bytes
+
     def cuMemFree(self, address: P) -> None:
         """Nobody waits for the device; its pages stay, so that a late copy is a fault and no crash."""
         freed = self._memory.pop(address - ON_DEVICE, None)
@@ -378,10 +393,11 @@ class FakeGpu:
     def cuModuleLoadData(self, image: c_char_p) -> P:
         assert b".entry copy_cache_rows(" in image
         assert b".target sm_80" in image
-        return next(self._handles)
+        self.modules.add(module := next(self._handles))
+        return module
 
     def cuModuleUnload(self, module: P) -> None:
-        """Nothing is kept of it."""
+        self.modules.remove(module)
 
     def cuModuleGetFunction(self, module: P, name: c_char_p) -> P:
         assert name == b"copy_cache_rows"

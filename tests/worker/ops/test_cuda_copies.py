@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, TransferError
-from fastdeploy_kvcache_v1.worker.ops import driver, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import cuda_copies, driver, plan_runs
 from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda
 from tests.gpu.stand_in.fake_driver import COMPUTE
@@ -119,13 +119,15 @@ def test_the_memory_of_an_upload_goes_when_it_was_read(gpu):
     assert len(gpu.registered) == before
 
 
-def test_what_a_pool_holds_on_the_gpu_is_given_back(gpu):
-    def allocated():
-        return sum(memory.file >= 0 for memory in gpu._memory.values())
+def held(gpu):
+    """Allocations and modules."""
+    return sum(memory.file >= 0 for memory in gpu._memory.values()), len(gpu.modules)
 
+
+def test_what_a_pool_holds_on_the_gpu_is_given_back(gpu):
     with closing(Copying(gpu, only("kernel"))):
-        assert allocated() == 4, "rows and a plan, for each direction"
-    assert allocated() == 0
+        assert held(gpu) == (3, 1), "rows, and a plan for each direction"
+    assert held(gpu) == (0, 0)
 
 
 def test_rows_that_were_not_uploaded_yet_are_waited_for(gpu):
@@ -141,7 +143,9 @@ def test_rows_that_were_not_uploaded_yet_are_waited_for(gpu):
     ("spoil", "reason"),
     [
         ({"cuModuleLoadData": 209}, "the driver refuses it: cuModuleLoadData: CUDA error 209"),
+        ({"cuModuleGetFunction": 500}, "the driver refuses it: cuModuleGetFunction: CUDA error 500"),
         ({"cuMemAlloc": 2}, "the driver refuses it: cudaError2: cuMemAlloc"),
+        ({"cuMemcpyAsync": 700}, "the driver refuses it: cudaError700: cuMemcpyAsync"),
         ({"cuMemHostGetDevicePointer": 1}, "the driver refuses it: cuMemHostGetDevicePointer"),
     ],
 )
@@ -149,6 +153,7 @@ def test_without_a_kernel_the_next_way_copies(gpu, spoil, reason, caplog):
     gpu.statuses |= spoil
     with closing(Copying(gpu, EVERY_WAY, device_slots=20, host_slots=20)) as one:
         gpu.statuses.clear()
+        assert held(gpu) == (0, 0), "what was made before is given back"
         assert one.copies.left["kernel"].startswith(reason)
         assert f"do without kernel: {reason}" in caplog.text
         one.submit([0, 2, 4, 6], [0, 3, 5, 7], to_device=True, layers=[0, 1])
@@ -218,6 +223,23 @@ def test_a_stream_with_many_open_calls_gives_the_interpreter_lock_away(gpu, monk
     assert kept[-1]
     runtime.compute_stream.record_event()
     assert not kept[-1], "how much Paddle has queued there is not known"
+
+
+def test_a_batch_counts_by_its_copies_for_the_interpreter_lock(gpu):
+    gpu.progress_on_query = False
+    runtime, kept, made = CudaRuntime(compute_handle=COMPUTE), [], driver.driver()
+    stream, memory = runtime.new_stream("in"), np.zeros(2 * cuda.MOST_OPEN, np.uint8)
+    made.keeping_lock, made.giving_lock = Told(made.keeping_lock, kept, True), Told(made.giving_lock, kept, False)
+    places = np.arange(cuda.MOST_OPEN, dtype=np.uint64) + np.uint64(memory.ctypes.data)
+    for copies in (cuda.MOST_OPEN - 20, 10, 30, 1):
+        sizes = np.ones(copies, np.uint64)
+        cuda_copies.copy_batch(stream, places[:copies] + np.uint64(cuda.MOST_OPEN), places[:copies], sizes)
+    assert kept == [True, True, False, False]
+    stream.record_event()
+    gpu.run_all()
+    for _ in range(cuda.LOOK_EVERY):
+        stream.record_event()
+    assert kept[-1]
 
 
 def test_times_of_ways_are_between_those_that_were_measured():

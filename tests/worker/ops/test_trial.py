@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +25,8 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker.ops import copies, trial
 from fastdeploy_kvcache_v1.worker.ops.rates import BATCH, KERNEL, RUNS, WAYS, Rates
 from fastdeploy_kvcache_v1.worker.ops.trial import CHOICE
-from fastdeploy_kvcache_v1.worker.runtime import copy_trial
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, copy_trial
+from fastdeploy_kvcache_v1.worker.runtime.cuda import use_device
 from tests.gpu.in_process import STAND_IN
 
 KB = 1 << 10
@@ -140,6 +143,30 @@ def test_a_way_that_fails_is_not_used_and_the_others_are(trials, way, fault):
 def test_a_kernel_that_the_driver_does_not_take_is_left(trials):
     trials.gpu.statuses["cuModuleLoadData"] = 222
     assert trials.rates().left == {KERNEL: "the driver refuses it: cuModuleLoadData: CUDA error 222"}
+
+
+def test_a_gpu_that_has_far_memory_elsewhere_does_without_the_kernel(trials):
+    """Two windows of addresses are page-locked, each by a call of its own."""
+    real = trials.gpu.cuMemHostGetDevicePointer
+    trials.gpu.cuMemHostGetDevicePointer = lambda address, flags: (
+        real(address, flags) + (address > min(trials.gpu.registered) + copy_trial.WINDOW)
+    )
+    rates = trials.rates()
+    assert rates.left == {
+        KERNEL: "the driver refuses it: parts of the host tier lie apart for the GPU, as they do not in this process"
+    }
+    assert trials.gpu.faults == []
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [(12040, "gpu"), (13010, "gpu-cuda13")])
+def test_without_cupy_one_line_names_the_extra(gpu, cuda, extra):
+    said = re.escape(f"a server on a GPU needs the package cupy: pip install 'fastdeploy-kvcache-v1[{extra}]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "cuDriverGetVersion", lambda: cuda)
+        patch.setitem(sys.modules, "cupy", None)
+        for start in (partial(trial.rates_of, 0, [8 * KB]), CudaRuntime, partial(use_device, 0)):
+            with pytest.raises(ConfigError, match=f"^{said}$"):
+                start()
 
 
 @pytest.mark.parametrize("what", ["all is used", "allocation fails", "nothing ends"])

@@ -6,6 +6,8 @@ Nothing in this file shows that CUDA does what its documentation says.
 from __future__ import annotations
 
 import os
+from functools import partial, partialmethod
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 from fastdeploy_kvcache_v1.worker.runtime.placement import cpus_near
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.gpu.tensor import Tensor
+from tests.worker.ops.copies import only
 from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
 
 
@@ -97,6 +100,91 @@ def test_an_error_the_gpu_reports_later_fails_the_transfer(gpu, rig):
     assert result.target_slots == (0,)
 
 
+QUEUED = ("cuStreamWaitEvent", "cuEventRecord", "cuMemcpy2DAsync")
+
+
+def refuse(gpu, number, names, *, breaks=False):
+    """The driver refuses one of its calls of these names, or that one and whatever comes after it."""
+    answer, calls = gpu.answer, count()
+
+    def refusing(name, *arguments):
+        if name in names and next(calls) == number:
+            if not breaks:
+                return 2, ()
+            gpu.fault(700, "an illegal address")
+        return answer(name, *arguments)
+
+    gpu.answer = refusing
+
+
+@pytest.fixture
+def begun(rig):
+    """Device slot N holds 10 + N, host slot 4 what device slot 5 has, and both copy streams are there."""
+    rig.fill()
+    rig.submit(evict((5,), (4,)), swap_in((4,), (3,)))
+    rig.controller.transfers.drain()
+    rig.controller.transfers.take_results()
+    return rig
+
+
+@pytest.mark.parametrize("name", ["cuStreamWaitEvent", "cuEventCreate", "cuEventRecord"])
+@pytest.mark.parametrize("number", range(8))
+def test_what_the_driver_does_not_queue_is_waited_for_and_nothing_is_lost(gpu, begun, name, number):
+    """Two slots are evicted, one of them is filled again by the same step, the pass behind it writes the other one."""
+    transfers = begun.controller.transfers
+    refuse(gpu, number, [name])
+    counter = begun.submit(evict((0, 2), (1, 2)), swap_in((2, 4), (0, 1)))
+    transfers.before_compute([0, 1], [2], counter=counter)
+    for layer in range(2):
+        counter.wait_for_layer(layer)
+    gpu.launch(COMPUTE, partial(begun.write, 2, 77))
+    transfers.after_compute([0, 1], [2])
+    gpu.run_all()
+    assert [result.error for result in transfers.take_results()] == [None, None]
+    assert [begun.holds(slot, content) for slot, content in ((0, 12), (1, 15), (2, 77))] == [True] * 3
+    begun.close()
+
+
+@pytest.mark.parametrize("number", range(15))
+def test_a_gpu_that_breaks_within_a_step_leaves_no_copy_unknown(gpu, begun, number):
+    transfers = begun.controller.transfers
+    refuse(gpu, number, QUEUED, breaks=True)
+    counter = begun.submit(evict((0,), (2,)), swap_in((2,), (1,)))
+    assert gpu.broken
+    assert transfers.num_unreported == 2
+    with pytest.raises(TransferError):
+        counter.wait_all()
+    assert transfers.failed_slots([1, 2]) == [1]
+    out, into = transfers.take_results()
+    assert into.target_slots == (1,)
+    assert into.error
+    assert out.error
+    begun.controller.check()
+
+
+def test_what_a_rank_makes_on_a_gpu_it_makes_on_its_own(gpu, monkeypatch):
+    """Whatever GPU another library has made the thread's meanwhile."""
+
+    def strayed(call, *given, **options):
+        gpu.device = 0
+        return call(*given, **options)
+
+    for name in ("new_stream", "allocate_host", "new_copies", "free_host", "require_memory"):
+        monkeypatch.setattr(CudaRuntime, name, partialmethod(partial(strayed, getattr(CudaRuntime, name))))
+    rig = Rig(CudaRuntime(1, compute_handle=COMPUTE, rates=only("kernel")), backend=GpuBackend(gpu))
+    transfers = rig.controller.transfers
+    for _ in range(3):
+        counter = strayed(rig.submit, evict((0,), (2,)), swap_in((2,), (1,)))
+        strayed(transfers.before_compute, [1], [], counter=counter)
+        strayed(transfers.after_compute, [1], [])
+        gpu.run_all()
+        transfers.take_results()  # their events are recorded again
+        del counter
+    strayed(rig.close)
+    assert gpu.devices == {1}
+    assert gpu.faults == []
+
+
 class Lease(CpuEvent):
     """A peer's use of a slot. It ends while somebody waits for it, unless it never does."""
 
@@ -152,7 +240,7 @@ def test_a_stream_of_a_thread_is_on_its_device_and_waits_for_no_other_one(gpu, m
     import cupy
 
     monkeypatch.setattr(cupy.cuda.Device, "use", lambda device: gpu.log.append(("device", device.id)))
-    stream = cuda.stream_on(3, "peer")
+    stream = cuda.CudaStream(3, "peer")
     assert gpu.log == [("device", 3), ("stream", stream.handle, "non-blocking")]
 
 
