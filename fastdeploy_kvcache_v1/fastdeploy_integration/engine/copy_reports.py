@@ -16,7 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from ...errors import ConfigError, MessageVersionError
-from ...metadata import PassProgress, TransferResult
+from ...metadata import CacheLevel, PassProgress, TransferResult
 from ...timings import PrefillTime
 from ..copy_report import CopyReport
 
@@ -30,6 +30,9 @@ MAX_REPORT_BYTES = 1 << 24
 MAX_FAILURES = 256
 """Failed copies that wait for the schedule loop. It can do without older ones: docs/fastdeploy.md."""
 
+MAX_TOLD = 1024
+"""Failed copies that are not told again when another rank's report has them."""
+
 MAX_TIMES = 256
 """Passes of a rank that wait for the schedule loop. The latest say most."""
 
@@ -41,7 +44,7 @@ class CopyNews(NamedTuple):
     """What the schedule loop has to know of copies, since it asked last."""
 
     failed: tuple[TransferResult, ...] = ()
-    """Each once, in step order of their rank."""
+    """Each once, however many ranks it failed on, in step order of the rank that told it first."""
     ended_through: Mapping[int, int] = {}  # never written
     """By rank, see `TransferReport.ended_through`. Of the ranks that have said more."""
     unlisted_through: int = -1
@@ -77,6 +80,8 @@ class CopyReports:
         self._lock = threading.Lock()
         """Of what the next `take` returns: a copy is never said to have ended before its failure is told."""
         self._failed: deque[TransferResult] = deque()
+        self._told: dict[tuple[int, CacheLevel], None] = {}
+        """Step and target of failed copies that were or are in `_failed`, in order."""
         self._ended_through: dict[int, int] = {}
         self._unlisted_through = -1
         self._passes: dict[int, PassProgress] = {}
@@ -142,7 +147,12 @@ class CopyReports:
             self.num_lost += report.number - before.number - 1
         self._latest[report.worker] = report
         with self._lock:
-            self._failed.extend(report.failed)
+            for result in report.failed:
+                if (name := (result.step, result.target)) not in self._told:
+                    self._told[name] = None
+                    self._failed.append(result)
+            while len(self._told) > MAX_TOLD:
+                del self._told[next(iter(self._told))]
             self._unlisted_through = max(self._unlisted_through, report.unlisted_through)
             while len(self._failed) > MAX_FAILURES:
                 self._unlisted_through = max(self._unlisted_through, self._failed.popleft().step)

@@ -1,5 +1,6 @@
 """The engine's cache manager: what it opens, hears and tells, and what it is without."""
 
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,26 @@ def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     assert told == [(0, 3), {1: (prefill,)}], "once; other copies are the worker's affair"
     assert manager._prefill_costs.seconds(0, 400) == 4.0
     reporter.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_copy_that_failed_on_several_ranks_is_told_once(fake_fastdeploy, num_ranks):
+    """Each rank tells of it in its own time; of two copies that failed each is told."""
+    manager, told = launched(), []
+    manager.manager.transfer_failed = lambda result: told.append((result.step, result.target_slots)) or ()
+    first, second, copy_in = (
+        TransferResult(step, *kind, 2, 0, 0.0, slots, "injected")
+        for step, kind, slots in ((3, EVICT, (1, 2)), (5, EVICT, (1, 2)), (3, SWAP_IN, (7, 8)))
+    )
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(closing(CopyReporter(socket_path(77), rank))) for rank in range(num_ranks)]
+        for failed in ([copy_in, first], [second]):
+            for reporter in ranks:
+                reporter.tell(TransferReport(tuple(failed)))
+                wait_for(lambda: manager.reports._has_news, "the report")
+                schedule(manager)
+    assert told == [(3, (1, 2)), (5, (1, 2))]
+    assert manager.reports.num_lost == 0
 
 
 @pytest.mark.parametrize("settings", [{"num_cpu_blocks": 0}, {"enable_prefix_caching": False}])
