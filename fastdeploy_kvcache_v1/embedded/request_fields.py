@@ -82,6 +82,8 @@ class GenerationBody(BaseModel):
     """Only requests with the same one find each other's blocks."""
     skip_reading_prefix_cache: bool = False
     skip_writing_prefix_cache: bool = False
+    disable_prefix_caching: bool = False
+    """Both at once."""
 
     user: str | None = None
     """For a recorded trace."""

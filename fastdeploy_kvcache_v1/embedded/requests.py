@@ -138,11 +138,13 @@ class RequestReader:
             param = "prompt_token_ids" if body.prompt_token_ids else param
             raise ApiError(400, f"{param}: token ids must lie in 0..{config.model.vocab_size - 1}", param)
         max_tokens = self._max_tokens(len(token_ids), body.token_limit, param, default_max_tokens)
+        reads, writes = not body.skip_reading_prefix_cache, not body.skip_writing_prefix_cache
+        uses = not body.disable_prefix_caching
         hasher = BlockHasher(
             config.cache.block_size,
             items=[MultimodalItem(at, image.num_tokens, image.content_hash) for at, image in images],
             salt=body.cache_salt.encode(),
-            access=CacheAccess(not body.skip_reading_prefix_cache, not body.skip_writing_prefix_cache),
+            access=CacheAccess(reads and uses, writes and uses),
         )
         hasher.extend(token_ids)
         return Reading(body, tuple(token_ids), max_tokens, hasher, images)

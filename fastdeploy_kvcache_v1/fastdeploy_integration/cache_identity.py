@@ -19,7 +19,10 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 SALT, NO_READS, NO_WRITES = "cache_salt", "skip_reading_prefix_cache", "skip_writing_prefix_cache"
-FIELDS = (SALT, NO_READS, NO_WRITES)
+NEITHER = "disable_prefix_caching"
+"""Both at once, by FastDeploy's name: a release may have it itself."""
+
+FIELDS = (SALT, NO_READS, NO_WRITES, NEITHER)
 
 MAX_SALT_CHARACTERS = 1024
 
@@ -33,8 +36,9 @@ def add_body_fields(body: Any) -> None:
         SALT: Annotated[str, BeforeValidator(_checked_salt)] | None,
         NO_READS: bool | None,
         NO_WRITES: bool | None,
+        NEITHER: bool | None,
     }
-    for name, kind in kinds.items():
+    for name, kind in ((name, kind) for name, kind in kinds.items() if name not in body.model_fields):
         body.model_fields[name] = FieldInfo(annotation=kind, default=None)
     body.model_rebuild(force=True)
     for model in vars(sys.modules[body.__module__]).values():  # a line of a batch file has a compiled copy of its body
@@ -44,7 +48,7 @@ def add_body_fields(body: Any) -> None:
 
 def add_request_attributes(request: Any) -> None:
     """Extends `Request`: what was not asked for is None."""
-    for name in FIELDS:
+    for name in (each for each in FIELDS if each not in vars(request)):
         setattr(request, name, None)
 
 
@@ -103,7 +107,8 @@ def _checked_salt(value: object) -> str:
 
 def access_of(task: Any) -> CacheAccess:
     """Raises `ConfigError` for a value that is no boolean."""
-    for name in (NO_READS, NO_WRITES):
+    for name in (NO_READS, NO_WRITES, NEITHER):
         if getattr(task, name) not in (None, True, False):
             raise ConfigError(f"{name} must be true or false, got {getattr(task, name)!r}")
-    return CacheAccess(reads=not task.skip_reading_prefix_cache, writes=not task.skip_writing_prefix_cache)
+    uses = not task.disable_prefix_caching
+    return CacheAccess(uses and not task.skip_reading_prefix_cache, uses and not task.skip_writing_prefix_cache)

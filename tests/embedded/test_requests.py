@@ -48,7 +48,8 @@ def refusal(body, tokenizer=None):
         {"model": ""},
         {"tools": []},
         *({name: None} for name in ("cache_salt", "skip_reading_prefix_cache", "skip_writing_prefix_cache")),
-        {"skip_reading_prefix_cache": False, "skip_writing_prefix_cache": False},
+        {"disable_prefix_caching": None},
+        {"skip_reading_prefix_cache": False, "skip_writing_prefix_cache": False, "disable_prefix_caching": False},
         {"never_heard_of": {"a": [1]}},
     ],
     ids=str,
@@ -67,6 +68,8 @@ def test_who_shares_blocks_and_what_a_request_may_do_with_them(body, salt):
     alone, shared = hasher(cache_salt=salt, skip_reading_prefix_cache=True), hasher(skip_writing_prefix_cache=True)
     assert (alone.access.reads, alone.access.writes) == (False, True)
     assert (shared.access.reads, shared.access.writes) == (True, False)
+    neither = hasher(disable_prefix_caching=True).access
+    assert (neither.reads, neither.writes) == (False, False)
     assert alone.hashes[0] != shared.hashes[0] == hasher().hashes[0]
 
 
@@ -78,7 +81,7 @@ def test_a_salt_that_is_none_is_refused_and_not_repeated(salt):
     assert "xx" not in message
 
 
-@pytest.mark.parametrize("name", ["skip_reading_prefix_cache", "skip_writing_prefix_cache"])
+@pytest.mark.parametrize("name", ["skip_reading_prefix_cache", "skip_writing_prefix_cache", "disable_prefix_caching"])
 def test_what_is_no_boolean_is_refused(name):
     assert refusal({"prompt": "x", name: "perhaps"}).startswith(f"{name}: ")
 

@@ -11,7 +11,12 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS, 
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
 from fastdeploy_kvcache_v1.metadata import CacheAccess
 
-ASKED = {"cache_salt": "s", "skip_reading_prefix_cache": True, "skip_writing_prefix_cache": False}
+ASKED = {
+    "cache_salt": "s",
+    "skip_reading_prefix_cache": True,
+    "skip_writing_prefix_cache": False,
+    "disable_prefix_caching": True,
+}
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def test_a_body_has_our_fields_also_in_a_line_of_a_batch_file(bodies):
     line = bodies.Line.model_validate({"body": {"prompt": "p", **ASKED}})
     assert line.body.cache_salt == "s"
     plain = bodies.Body.model_validate({"prompt": "p", **dict.fromkeys(FIELDS)})
-    assert [getattr(plain, name) for name in FIELDS] == [None] * 3
+    assert [getattr(plain, name) for name in FIELDS] == [None] * 4
 
 
 @pytest.mark.parametrize("salt", ["", 7, "x" * (MAX_SALT_CHARACTERS + 1)])
@@ -47,15 +52,34 @@ def test_what_is_no_salt_is_refused_wherever_it_comes_from(bodies, salt):
 
 
 @pytest.mark.parametrize(
-    ("reads", "writes", "expected"),
-    [(None, None, (True, True)), (True, False, (False, True)), (False, True, (True, False))],
+    ("reads", "writes", "neither", "expected"),
+    [
+        (None, None, None, (True, True)),
+        (True, False, False, (False, True)),
+        (False, True, None, (True, False)),
+        (None, False, True, (False, False)),
+    ],
 )
-def test_the_access_of_a_task(reads, writes, expected):
-    task = SimpleNamespace(skip_reading_prefix_cache=reads, skip_writing_prefix_cache=writes)
+def test_the_access_of_a_task(reads, writes, neither, expected):
+    task = SimpleNamespace(
+        skip_reading_prefix_cache=reads, skip_writing_prefix_cache=writes, disable_prefix_caching=neither
+    )
     assert cache_identity.access_of(task) == CacheAccess(*expected)
     task.skip_reading_prefix_cache = "yes"
     with pytest.raises(ConfigError, match="skip_reading_prefix_cache must be true or false, got 'yes'"):
         cache_identity.access_of(task)
+
+
+def test_a_field_that_fastdeploy_has_itself_stays_as_it_is():
+    pydantic = pytest.importorskip("pydantic")
+    body = pydantic.create_model("Body", __module__=__name__, disable_prefix_caching=(bool, False))
+    cache_identity.add_body_fields(body)
+    assert body.model_validate({"cache_salt": "s"}).disable_prefix_caching is False
+    with pytest.raises(ValueError, match="disable_prefix_caching"):
+        body.model_validate({"disable_prefix_caching": None})
+    request = type("Theirs", (), {"disable_prefix_caching": False})
+    cache_identity.add_request_attributes(request)
+    assert (request.disable_prefix_caching, request.cache_salt) == (False, None)
 
 
 class Request:

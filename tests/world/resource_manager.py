@@ -45,6 +45,7 @@ def ask(task: Any, request: Request) -> Any:
     task.cache_salt = request.salt
     task.skip_reading_prefix_cache = None if request.reads else True
     task.skip_writing_prefix_cache = None if request.writes else True
+    task.disable_prefix_caching = not (request.reads or request.writes)
     return task
 
 

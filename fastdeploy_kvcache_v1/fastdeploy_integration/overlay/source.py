@@ -35,7 +35,7 @@ def check_row(root: Path, row: PatchRow) -> str | None:
     if found is None:
         return "missing"
     if row.kind is Kind.EXTEND:
-        taken = sorted(found.names.intersection(row.adds))
+        taken = sorted(found.names.intersection(row.adds).difference(row.optional))
         return f"drifted: FastDeploy has {', '.join(taken)} itself" if taken else None
     if found.signature != row.signature:
         return f"drifted: expected {row.signature}, FastDeploy has {found.signature}"

@@ -18,11 +18,13 @@ name = true                 what the release can do, where our code depends on i
 target = "package.module:Qualified.name"   a target of an inherited row: this row replaces that one
 kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is called instead of the target
                             replace: ours(original) returns what takes the target's place
-                            extend: ours(target) adds the names of `adds`, which must not be there yet
+                            extend: ours(target) adds the names of `adds`, which must not be there yet unless `optional`
+                            has them too
 ours = "package.module:function"
 signature = "(self, x, y=1)"  what FastDeploy's parameters must be, without annotations (wrap and replace);
                             of a class: the parameters of its __init__; "value" for anything that is not callable
 adds = ["name"]             attributes of a class, keys of a dictionary (extend)
+optional = ["name"]         those of `adds` that FastDeploy may have itself, with the same meaning: ours leaves them
 where = "engine"            engine, worker, or both: the processes in which it has an effect
 why = "one sentence"
 
@@ -83,6 +85,7 @@ class PatchRow:
     why: str
     signature: str = ""
     adds: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -241,8 +244,10 @@ def _row(raw: dict[str, Any]) -> PatchRow:
         raise ValueError(f"{name}: unknown {', '.join(sorted(unknown))}")
     if missing := {"target", "kind", "ours", "where", "why"} - raw.keys():
         raise ValueError(f"{name}: no {', '.join(sorted(missing))}")
-    fields = {**raw, "kind": Kind(raw["kind"]), "where": Where(raw["where"]), "adds": tuple(raw.get("adds", ()))}
-    row = PatchRow(**fields)
+    names = {field: tuple(raw.get(field, ())) for field in ("adds", "optional")}
+    row = PatchRow(**{**raw, "kind": Kind(raw["kind"]), "where": Where(raw["where"]), **names})
+    if unknown := {*row.optional} - {*row.adds}:
+        raise ValueError(f"{name}: `optional` has {', '.join(sorted(unknown))}, and `adds` does not")
     for reference in (row.target, row.ours):
         module, _, qualname = reference.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *qualname.split(".")]):

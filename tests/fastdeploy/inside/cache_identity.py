@@ -54,6 +54,8 @@ def engine_request(body):
         ({"cache_salt": "t"}, (name(b"t"), ALL)),
         ({"skip_reading_prefix_cache": True}, (name(), CacheAccess(reads=False))),
         ({"skip_writing_prefix_cache": True, "skip_reading_prefix_cache": False}, (name(), CacheAccess(writes=False))),
+        ({"disable_prefix_caching": True}, (name(), CacheAccess(reads=False, writes=False))),
+        ({"disable_prefix_caching": False}, (name(), ALL)),
     ],
 )
 def test_every_field_of_both_endpoints_arrives(model, given, fields, expected):

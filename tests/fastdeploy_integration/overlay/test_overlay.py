@@ -125,6 +125,11 @@ def test_what_we_add_must_not_be_there_yet(tmp_path, package):
     assert list(overlay(tmp_path, package, rows).problems().values()) == ["drifted: FastDeploy has old itself"]
 
 
+def test_what_we_add_may_be_there_where_the_row_says_that_it_is_optional(tmp_path, package):
+    adds = {"kind": "extend", "adds": ["old", "new"], "optional": ["old"]}
+    assert overlay(tmp_path, package, [fake_fastdeploy.row(package, "names", "extend_names", **adds)]).problems() == {}
+
+
 def test_target_replaced_by_another_plugin(tmp_path, package):
     made = overlay(tmp_path, package)
     module = importlib.import_module(f"{package}.engine")

@@ -40,6 +40,7 @@ def write(tmp_path):
         ({"ours": "os.path"}, "not of the form"),
         ({"signature": ""}, "wrap and replace need `signature`"),
         ({"kind": "extend"}, "extend needs `adds`"),
+        ({"optional": ["name"]}, "`optional` has name, and `adds` does not"),
         ({"colour": "red"}, "unknown colour"),
         *(({field: None}, f"no {field}") for field in ("kind", "ours", "where", "why")),
     ],
