@@ -200,10 +200,10 @@ def _add_service_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        """Embedded server only: forget every cached block. Running requests go on and cache nothing more."""
-        await _on_engine(engine, EngineCore.reset_cache)
-        return JSONResponse({"status": "ok"})
+    async def reset_prefix_cache(reset_external: bool = False) -> Response:
+        """Embedded server only: see `EngineCore.reset_cache`. The parameter has vLLM's name."""
+        tiers = await _on_engine(engine, lambda core: core.reset_cache(stored=reset_external))
+        return JSONResponse({"status": "ok", **tiers})
 
     @app.api_route("/debug/check", methods=GET)
     async def debug_check() -> Response:

@@ -95,6 +95,27 @@ def test_two_servers_share_what_they_compute(tmp_path, backend):
         end(two)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reset_says_whether_the_store_is_kept_and_can_begin_a_new_one(tmp_path, ranks):
+    def reset(query=""):
+        return httpx.post(f"{server.url}/reset_prefix_cache{query}", timeout=30.0).json()
+
+    words = file_flags(tmp_path / "kv")
+    with started(tmp_path / "server", *words, "--tensor-parallel-size", str(ranks)) as server:
+        tokens, _ = ask(server)
+        wait_stored(server, ranks * CACHED // 16)
+        assert reset() == {"status": "ok", "reset": ["device", "host"], "kept": ["storage"]}
+        assert ask(server) == (tokens, CACHED)
+        before = num_values(tmp_path / "kv")
+        assert reset("?reset_external=true") == {"status": "ok", "reset": ["device", "host", "storage"], "kept": []}
+        assert ask(server) == (tokens, 0)
+        wait_stored(server, 2 * ranks * CACHED // 16)
+        wait_until(lambda: num_values(tmp_path / "kv") == 2 * before, "as many values in the new namespace")
+        reset()
+        assert ask(server) == (tokens, CACHED), "of the new namespace"
+        end(server)
+
+
 FAULTS = [
     # what goes wrong in the stand-in of the vendor's store, tokens that are cached all the same
     ({"read": {"delay_s": 0.3}}, CACHED),

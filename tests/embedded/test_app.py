@@ -186,7 +186,9 @@ def test_reset_forgets_the_cache(server):
     for _ in range(2):
         usage = server.complete(prompt="a prompt of some length").json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0
-        assert server.client.post("/reset_prefix_cache").json() == {"status": "ok"}
+        answer = {"status": "ok", "reset": ["device", "host"], "kept": []}
+        assert server.client.post("/reset_prefix_cache?reset_external=true").json() == answer
+    assert server.client.post("/reset_prefix_cache?reset_external=perhaps").status_code == 400
 
 
 def test_metrics(server):

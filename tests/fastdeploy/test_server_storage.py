@@ -102,6 +102,12 @@ def test_what_two_servers_share_outlives_them_and_damage_and_other_weights_cost_
         after = counts(server)
         assert after["storage_queries_total"] > before["storage_queries_total"]
         assert after["storage_found_blocks_total"] == before["storage_found_blocks_total"]
+        wait_stored(server, client, before["storage_blocks_total"] + BLOCKS)
+        for ends, cached in (("resume", CACHED), ("wakeup", 0)):  # nothing sleeps: only what was stored is forgotten
+            server.control("pause")
+            server.control(ends, **({"tags": "kv_cache"} if ends == "wakeup" else {}))
+            again = ask(client, PROMPT)
+            assert (again.tokens, again.cached_tokens) == (first.tokens, cached)
         assert_tenants_never_meet(client, first)
 
 
@@ -117,6 +123,8 @@ def assert_tenants_never_meet(client, plain):
     assert [cached(cache_salt=salt) for salt in ("a", "a", "b", "a")] == [0, CACHED, 0, CACHED]
     assert [cached(skip_writing_prefix_cache=True, cache_salt="c") for _ in range(2)] == [0, 0]
     assert [cached(skip_reading_prefix_cache=True), cached()] == [0, CACHED]
+    assert [cached(disable_prefix_caching=True, cache_salt="d"), cached(cache_salt="d")] == [0, 0]
+    assert [cached(disable_prefix_caching=True), cached(disable_prefix_caching=False)] == [0, CACHED]
     with pytest.raises(openai.APIStatusError, match="cache_salt") as refused:
         cached(cache_salt="")
     assert 400 <= refused.value.status_code < 500

@@ -192,7 +192,7 @@ class Engine:
         self.rank.device.run_some(rng, rng.choice([4, 40, 200]))
 
     def reset(self, rng: random.Random) -> None:
-        self.core.reset_cache()
+        self.core.reset_cache(stored=rng.random() < 0.5)
 
     @property
     def is_idle(self) -> bool:

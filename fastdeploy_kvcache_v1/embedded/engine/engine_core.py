@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from ...batch_request import BatchRequest
 from ...copy_totals import RankCopies
-from ...metadata import TransferReport
+from ...metadata import CacheLevel, TransferReport
 from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
 from ...scheduler.costs import PrefillCosts
@@ -152,11 +152,20 @@ class EngineCore:
             self._record(generation)
             generation.sink(failure)
 
-    def reset_cache(self) -> None:
-        """Forget every cached block; running requests go on and cache nothing more."""
+    def reset_cache(self, *, stored: bool = False) -> dict[str, list[str]]:
+        """Forget every cached block, with `stored` those of the store, too: they stay there, and this server does not
+        find them any more. Running requests go on and cache nothing more. Returns the tiers that were reset and kept.
+        """
         self.manager.reset_cache()
+        tiers = {"reset": [CacheLevel.DEVICE.value], "kept": []}
+        if self.manager.config.num_host_blocks:
+            tiers["reset"].append(CacheLevel.HOST.value)
         if self.storage is not None:
             self.storage.cache_reset()
+            if stored:
+                self.storage.forget_stored()
+            tiers["reset" if stored else "kept"].append(CacheLevel.STORAGE.value)
+        return tiers
 
     def check(self) -> dict[str, object]:
         """Prove the manager's invariants, and when idle that nothing leaked. Raises `InvariantError`."""

@@ -68,20 +68,25 @@ class Stores(StoreSide):
                 self._under_way[store_id] = _Store(source.hashes, self._link.num_ranks)
                 self._link.send(StoreBlocks(store_id, source.hashes, source.slots))
 
+    def cache_reset(self) -> None:
+        """What is under way ends where it began, and the marker would be written where blocks are stored then."""
+        for store in self._under_way.values():
+            store.is_wanted = False
+
     def store_done(self, answer: StoreDone) -> None:
         self._counters.store.add(answer, answer.num_written)
         store = self._under_way[answer.store_id]
         store.error = store.error or of_rank(answer)
         if answer.num_refused:
             self._counters.refused_store_blocks += answer.num_refused
-            store.is_refused = True
+            store.is_wanted = False
         store.num_ranks_left -= 1
         if store.num_ranks_left:
             return
         self._breaker.answered(store.error)
         del self._under_way[answer.store_id]
         self._manager.end_store(answer.store_id)
-        if store.error is None and not store.is_refused:
+        if store.error is None and store.is_wanted:
             self._link.commit(store.hashes)
 
     @property
@@ -96,11 +101,12 @@ class Stores(StoreSide):
 
 
 class _Store:
-    __slots__ = ("error", "hashes", "is_refused", "num_ranks_left")
+    __slots__ = ("error", "hashes", "is_wanted", "num_ranks_left")
 
     def __init__(self, hashes: tuple[BlockHash, ...], num_ranks: int) -> None:
         self.hashes = hashes
         self.num_ranks_left = num_ranks
         self.error: str | None = None
         """Of the first rank that failed."""
-        self.is_refused = False
+        self.is_wanted = True
+        """Not once a rank has refused a value, or the cache was reset."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ...metadata import BlockHashes, SwapStep, TransferReport
 from ...scheduler.cache_manager import CacheManager
@@ -63,7 +65,8 @@ class StorageTier:
         self._passes = OpenPasses() if passes is None else passes
         self._fetches = Fetches(manager, settings, link, self._make_target(), self.counters, clock)
         self._stores = self._make_stores()
-        self._is_named = False
+        self._namespace: Namespace | None = None
+        """None: what is stored now would get the name of other weights."""
         if namespace is not None:
             self.use_namespace(namespace)
 
@@ -83,7 +86,7 @@ class StorageTier:
         """A request waits to be scheduled: its stored prefix is fetched meanwhile. `token_ids` are those of `sequence`;
         only stores that name blocks by them look. Nothing is fetched for one that does not read the cache.
         """
-        if self._is_named and sequence.access.reads:
+        if self._namespace is not None and sequence.access.reads:
             self._fetches.arrived(request_id, sequence, token_ids)
 
     def may_start(self, request_id: str) -> bool:
@@ -100,7 +103,7 @@ class StorageTier:
 
     def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:
         """A request that has computed is over, however it ended, and was taken from the cache manager."""
-        if self._is_named and sequence.access.writes:
+        if self._namespace is not None and sequence.access.writes:
             self._stores.request_ended(sequence, token_ids)
 
     def tokens_wanted(self, num_tokens: int) -> None:
@@ -143,7 +146,7 @@ class StorageTier:
     def copies_reported(self, rank: int, report: TransferReport) -> None:
         """A rank says what became of its copies. After `CacheManager.transfer_failed`."""
         for step, slots in self._copies.reported(rank, report):
-            if self._is_named:
+            if self._namespace is not None:
                 self._stores.filled(step, slots)
         for result in report.transfers:
             if not result.ok:
@@ -152,7 +155,7 @@ class StorageTier:
     def go_on(self) -> None:
         """Begin what can begin now: after reports, answers, and steps."""
         self._fetches.go_on()
-        if self._is_named:  # what is stored now would get the name of other weights
+        if self._namespace is not None:
             self._stores.go_on()
 
     def copies_doubted(self, through: int) -> None:
@@ -185,12 +188,19 @@ class StorageTier:
 
     def use_namespace(self, namespace: Namespace) -> None:
         """From here on blocks have other bytes, after a weight update for example. After `cache_reset`."""
-        self._is_named = True
+        self._namespace = namespace
         self._link.send(UseNamespace(namespace))
 
     def forget_namespace(self) -> None:
         """Nothing is loaded or stored until `use_namespace` names another one. After `cache_reset`."""
-        self._is_named = False
+        self._namespace = None
+
+    def forget_stored(self) -> None:
+        """No block that was stored before is found; what is stored from here on this tier alone finds. After
+        `cache_reset`.
+        """
+        if self._namespace is not None:
+            self.use_namespace(replace(self._namespace, weight_epoch=uuid.uuid4().hex))
 
     @property
     def is_idle(self) -> bool:

@@ -402,6 +402,27 @@ def test_blocks_are_stored_when_all_ranks_have_them_and_committed_when_all_have_
     made.check_idle()
 
 
+def test_what_is_under_way_at_a_reset_ends_in_its_namespace_and_is_not_committed():
+    """Ranks take commands in order: what they were told before a new namespace, they do in the old one."""
+    made = host()
+    made.report(made.compute("abc!"))
+    (store,) = made.stores
+    made.arrive("r", "xyz!", 3)
+    (load,) = made.loads
+    made.manager.reset_cache()
+    made.tier.cache_reset()
+    made.tier.forget_stored()
+    assert made.link.all(UseNamespace)[-1].namespace.digest != made.namespace.digest
+    before = len(made.link.sent)
+    made.stored(store)
+    made.loaded(load)
+    assert (made.link.committed, made.link.sent[before:], made.cached("xyz!")) == ([], [], 0)
+    made.report(made.compute("abc!"))
+    made.stored(made.stores[-1])
+    assert made.link.committed == ["abc"], "in the new one"
+    made.check_idle()
+
+
 @pytest.mark.parametrize("first", [{"error": "disk full"}, {"num_refused": 2}])
 def test_blocks_that_one_rank_could_not_store_are_not_committed_and_the_next_are(first):
     made = host()
