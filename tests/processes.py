@@ -41,7 +41,7 @@ class Guard:
         test = self._test
         if event not in STARTS or test is None or os.getpid() != self._pid:
             return
-        if is_of_paddle(event, arguments):
+        if is_of_paddle(event, arguments) or is_download(event, arguments):
             return
         if test.get_closest_marker("process"):
             self._idle_modules[module_of(test)] = False
@@ -89,6 +89,12 @@ def is_of_paddle(event: str, arguments: tuple[object, ...]) -> bool:
     """Whether Paddle looks at the machine: at its import, in whichever test that is, and at its first operation."""
     spec = getattr(sys.modules.get("paddle"), "__spec__", None)
     return getattr(spec, "_initializing", False) or (event == "subprocess.Popen" and arguments[0] == "lscpu")
+
+
+def is_download(event: str, arguments: tuple[object, ...]) -> bool:
+    """Whether pip brings the model, once for a machine: whichever test comes first."""
+    command = arguments[1] if event == "subprocess.Popen" else ()
+    return isinstance(command, list) and command[1:4] == ["-m", "pip", "download"]
 
 
 def module_of(item: pytest.Item) -> str:
