@@ -98,6 +98,9 @@ class BlockPool(Generic[Slot]):
                     self._num_ownerless -= 1
                     self._free.append(slot)
 
+    def is_held(self, slot: Slot) -> bool:
+        return slot in self._readers
+
     def held_slots(self) -> frozenset[Slot]:
         return frozenset(self._readers)
 

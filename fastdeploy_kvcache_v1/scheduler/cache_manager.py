@@ -265,7 +265,8 @@ class CacheManager:
         them. The copy must have been reported as done, and no later step have been told to fill one of `slots`.
 
         Blocks that left the host meanwhile are not in the result, nor any if that step was too long ago: without blocks
-        nothing has begun. Nothing is pinned: blocks may leave the host, their slots are free when the store ends.
+        nothing has begun. Nothing is pinned: what is forgotten meanwhile frees its slots when the store ends, and
+        what would leave the host to make room stays until then.
         Raises `CacheStateError` if `store_id` has begun already. O(blocks named, and runs above them).
         """
         with self._lock:

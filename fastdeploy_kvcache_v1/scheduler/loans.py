@@ -1,7 +1,7 @@
 """Loans: slots that storage or a peer fills or reads, from the first byte to the last.
 
-A *load* fills slots of its own, for blocks that come from outside; a *store* holds those of cached blocks: the blocks
-may leave their tier meanwhile, the bytes stay until it has ended. The contracts stand on `CacheManager.begin_load`,
+A *load* fills slots of its own, for blocks that come from outside; a *store* holds those of cached blocks: these may
+be forgotten meanwhile, the bytes stay until it has ended. The contracts stand on `CacheManager.begin_load`,
 `begin_store` and `begin_device_store`.
 """
 
@@ -107,6 +107,7 @@ class Stores:
 
     def __init__(self, tree: RadixTree, residency: Residency, tiering: Tiering) -> None:
         self._tree = tree
+        self._residency = residency
         self._pools: dict[CacheLevel, BlockPool[Any]] = {
             CacheLevel.DEVICE: residency.device_pool,
             CacheLevel.HOST: residency.host_pool,
@@ -144,6 +145,8 @@ class Stores:
             raise CacheStateError(f"store {store_id} is unknown, or has ended already")
         level, slots = self._stores.pop(store_id)
         self._pools[level].let_go(slots)
+        if level is CacheLevel.HOST:
+            self._residency.host_store_ended()
 
     def _require_new(self, store_id: str) -> None:
         if store_id in self._stores:

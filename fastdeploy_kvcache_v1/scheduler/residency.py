@@ -8,7 +8,7 @@ it copies or names, unless it says otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 
 from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import BlockPool
@@ -17,7 +17,7 @@ from .invariants import check_queue, check_runs, expect
 from .places import HostCopy, RunQueue
 from .policies.doubles import Doubles
 from .policies.order import EvictionOrder
-from .run import DEVICE, Run
+from .run import DEVICE, HOST, Run
 
 
 class Residency:
@@ -45,6 +45,8 @@ class Residency:
         self.doubles = doubles
         self._deferred = RunQueue()
         """Host copies that a search met while a copy of the open step fills or reads them."""
+        self._held = RunQueue()
+        """Host copies that a search met while a store reads their last slot: without it they make no room."""
         self._expected = RunQueue(), RunQueue()
         """What the waiting line needs of the device and of the host, the farthest need first."""
         self.num_device_evictable = 0
@@ -221,12 +223,25 @@ class Residency:
         assert host is not None
         is_used = run.pins and not host.is_double
         must_wait = is_used or (run.children and not run.on_device)
-        if not must_wait and run.open is None:
+        is_held = self.num_loose(run, 1) == 0
+        if not must_wait and run.open is None and not is_held:
             return True
         self.doubles.drop(host)
         if not must_wait:
-            self._deferred.touch(host)
+            (self._held if run.open is None else self._deferred).touch(host)
         return False
+
+    def num_loose(self, run: Run, most: int) -> int:
+        """How many of its last blocks, at most `most`, have host slots that no store reads. O(`most`)."""
+        if not self.host_pool.num_held:
+            return min(most, run.length)
+        last = reversed(run.slots(HOST, max(run.start, run.end - most), run.end))
+        return sum(1 for _ in takewhile(lambda slot: not self.host_pool.is_held(slot), last))
+
+    def host_store_ended(self) -> None:
+        """What it read may leave the host again, before all others."""
+        for place in self._held.drain(youngest_first=True):
+            self.host_order.enter(place, first=True)
 
     def unblock(self, run: Run) -> None:
         """Perhaps `run` waited for what is over: runs below it in one of its tiers."""
@@ -327,7 +342,7 @@ class Residency:
         return [*self.device_order.queues, self._expected[0]]
 
     def _host_queues(self) -> list[RunQueue]:
-        return [*self.host_order.queues, self._expected[1], self._deferred, self.doubles]
+        return [*self.host_order.queues, self._expected[1], self._deferred, self._held, self.doubles]
 
     # ---- inside
 

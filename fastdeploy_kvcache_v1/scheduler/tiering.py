@@ -263,16 +263,17 @@ class Tiering:
         return skipped if self._residency.host_pool.size else 0
 
     def _make_host_room(self, count: int) -> int:
-        """Evict from the host until `count` slots are free or nothing evictable is left; returns how many are."""
+        """Evict from the host until `count` slots are free or nothing is left whose eviction makes room; returns how
+        many are.
+        """
         pool = self._residency.host_pool
         if count > pool.num_free:
             self._lookahead.look()
         while (short := count - pool.num_free) > 0:
-            # What is held makes no room when it leaves: if nothing else is there, nothing leaves.
-            victim = self._residency.next_host_victim() if pool.num_held < pool.num_owned else None
+            victim = self._residency.next_host_victim()
             if victim is None:
                 return pool.num_free
-            self._tree.tail(victim, short)
+            self._tree.tail(victim, self._residency.num_loose(victim, short))
             self._counters.host_evicted_blocks += victim.length
             if victim.on_device:
                 self._residency.drop_host(victim)

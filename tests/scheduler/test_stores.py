@@ -14,13 +14,17 @@ SCENARIOS = {
     "a store names the blocks of its step": (
         "8+8 write_through: run ab; step; run abcd; step late; store late abc,abcd; end; idle"
     ),
-    "no block leaves a host tier in which every slot is read: that makes no room": (
+    "no block leaves the host while that makes no room: a store reads its slot": (
         "8+2 write_through: run ab; step late; store late a,ab; run xyz; step; copied ab yy; copied xyz nnn; end;"
         "run uvw; step; copied ab nn; idle"
     ),
-    "a host slot is given to nobody else while it is read although its block left": (
-        "8+3 write_through: run ab; step late; store late a,ab; run x; step; run yz; step; copied ab nn;"
-        "copied yz yn; count host_free_blocks 0; end; count host_free_blocks 2; run uvw; step; copied uvw yyy; idle"
+    "nor where another block cannot leave for another reason": (
+        "8+3 write_through: run ab; step late; store late a,ab; load x; run yz; step; copied ab yy; copied yz nn;"
+        "arrive 0 0; end; run uvw; step; copied ab nn; idle"
+    ),
+    "blocks behind those that are read leave, and no more": (
+        "8+4 write_through: run ab; step late; run abcd; step; store late a,ab; run xyz; step; copied abcd yynn;"
+        "copied xyz yyn; end; idle"
     ),
     **{
         f"a tail that took the place of another one, which {how}, is stored once": (
