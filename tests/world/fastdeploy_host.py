@@ -176,7 +176,7 @@ class FastDeployHost:
         if not self.pausing or self.queue.exist_tasks():
             return
         if self.pausing == "paused" and self.manager.to_be_rescheduled_request_id_set:
-            if self.world.clock() - self._paused_at < PAUSE_S:
+            if self.world.clock() - self._paused_at < PAUSE_S or self.worker.has_passes:
                 return
             if not any(self.count[loss] for loss in LOSSES):
                 raise WrongError("a pause ends by its time-out, and no batch was lost")

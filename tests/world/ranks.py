@@ -228,6 +228,11 @@ class Worker:
         self._released.clear()
 
     @property
+    def has_passes(self) -> bool:
+        """Whose messages were not read yet."""
+        return bool(self._passes)
+
+    @property
     def is_idle(self) -> bool:
         return not self.rows and not self._passes and all(rank.device.is_idle for rank in self.ranks)
 

@@ -44,6 +44,8 @@ class Between:
         self.leases: dict[str, OpenLease] = {}
         self.complete: set[str] = set()
         """Leases whose blocks are computed."""
+        self._broken: set[tuple[str, int]] = set()
+        """Leases that failed, each on a rank. A fetch that begins later finds none there."""
         self.fetches: dict[str, StartFetch] = {}
         self._lease_left: dict[str, set[int]] = {}
         self._fetch_left: dict[str, set[int]] = {}
@@ -76,6 +78,7 @@ class Between:
     def end_lease(self, lease: str, error: str | None = None, rank: int | None = None) -> None:
         """On one rank, or on all that are left. The decode server hears of one that fails."""
         for each in self._take(self._lease_left, lease, rank):
+            self._broken |= set() if error is None else {(lease, each)}
             self.prefill.news.append((each, TransferNews(leases=(LeaseEnd(lease, lease, error),))))
             if not self._lease_left[lease]:
                 del self.leases[lease]
@@ -88,6 +91,9 @@ class Between:
         assert taken.isdisjoint(command.slots), "two fetches fill one slot"
         self.fetches[command.request_id] = command
         self._fetch_left[command.request_id] = set(range(self.num_ranks))
+        for name, rank in sorted(self._broken):
+            if name == command.request_id:
+                self.end_fetch(name, "the prefill server has it no more", rank)
 
     def end_fetch(self, name: str, error: str | None = None, rank: int | None = None) -> None:
         for each in self._take(self._fetch_left, name, rank):

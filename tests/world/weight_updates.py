@@ -1,8 +1,8 @@
 """Weight updates of FastDeploy's legacy API: the API process, the workers' loop, and our thread that answers both.
 
-What they do, and in which order, is the host's. Two things are left to the seconds that API and worker sleep in
+What they do, and in which order, is the host's. Three things are left to the seconds that API and worker sleep in
 between: when an update is asked for, the worker has left the function that cleared its weights (the host would hang),
-and when it begins, every token that was sent before has been read.
+and our thread has seen that they are away; and when it begins, every token that was sent before has been read.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class Updater:
             if not self._world.faults.are_over:
                 yield from self._change(NORMAL, CLEARING, CLEARED)
             for _ in range(self._rng.choice([0, 5, IDLE_TURNS])):
+                yield
+            while self._updates._is_open and not self._is(NORMAL, self._weights):
                 yield
             yield from self._change(CLEARED, UPDATING, NORMAL)
             self._host.count["updates"] += self.is_idle
