@@ -157,9 +157,9 @@ class PrefixCacheAdapter:
             return self._waiting.waits_for_prefill(task, line)
 
     def num_uncached_tokens(self, task: Any) -> int:
-        """Tokens of a waiting request that it would compute now."""
+        """Tokens of a waiting request that it would compute now, or more: a video is one item until its match."""
         with self._lock:
-            return self._waiting.num_uncached_tokens(task)
+            return int(task.num_total_tokens) - self._num_usable(task, self._waiting.num_cached_tokens(task))
 
     def computes(self, task: Any) -> bool:
         """Whether the batch that is being put together computes tokens of a request."""
@@ -221,12 +221,15 @@ class PrefixCacheAdapter:
         """What it starts from."""
         resumed = task.status.name == "PREEMPTED"
         match = self.manager.match_prefix(task.request_id, tokens, resumed=resumed)
-        if self._whole_items and match.num_blocks:
-            most = start_of_cut_item(task, match.num_tokens, self._block_size) // self._block_size
-            if most < match.num_blocks:
-                self.manager.release(task.request_id)
-                match = self.manager.match_prefix(task.request_id, tokens, max_blocks=most, resumed=resumed)
+        most = self._num_usable(task, match.num_tokens) // self._block_size
+        if most < match.num_blocks:
+            self.manager.release(task.request_id)
+            match = self.manager.match_prefix(task.request_id, tokens, max_blocks=most, resumed=resumed)
         return match
+
+    def _num_usable(self, task: Any, num_cached: int) -> int:
+        """Of the first `num_cached` tokens of a request, which are cached, those that FastDeploy does not compute."""
+        return start_of_cut_item(task, num_cached, self._block_size) if self._whole_items and num_cached else num_cached
 
     def _give_up(self, task: Any) -> None:
         """Undo what `_admit` had done when it failed."""

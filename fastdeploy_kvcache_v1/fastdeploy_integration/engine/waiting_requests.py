@@ -33,21 +33,23 @@ class WaitingRequests:
         if not self._batch.prefills:
             return False
         tokens, others = self._tokens_of(task), (self._tokens_of(each) for each in line)
-        num_cached = self._num_usable_blocks(tokens)
+        num_cached = self._num_cached_blocks(tokens)
         if not self._batch.prefills.to_wait_for(tokens, num_cached, others):
             return False
         if tokens.tokens_before_wait is None:
             tokens.tokens_before_wait = num_cached * self._block_size
         return True
 
-    def num_uncached_tokens(self, task: Any) -> int:
-        """Tokens that a request would compute now."""
-        tokens = self._tokens_of(task)
-        return tokens.num_tokens - self._num_usable_blocks(tokens) * self._block_size
+    def num_cached_tokens(self, task: Any) -> int:
+        """Tokens that a match would find now."""
+        return self._num_cached_blocks(self._tokens_of(task)) * self._block_size
 
-    def _num_usable_blocks(self, tokens: TaskTokens) -> int:
-        """Blocks that a request would start behind now."""
-        return self._manager.count_cached(tokens.hashes) if tokens.access.reads else 0
+    def _num_cached_blocks(self, tokens: TaskTokens) -> int:
+        """What a match would find: no block with the last token."""
+        if not tokens.access.reads:
+            return 0
+        before_last = max(0, tokens.num_tokens - 1) // self._block_size
+        return min(self._manager.count_cached(tokens.hashes), before_last)
 
     def _tokens_of(self, task: Any) -> TaskTokens:
         """They are kept for its match."""

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from tests.world.resource_manager import images_of
 
-from .by_hand import FakeTask, Server, begin, make_adapter
+from .by_hand import FakeTask, Server, begin, make_adapter, served
 
 NINE = range(1, 10)
 
@@ -100,6 +101,33 @@ def test_a_request_with_images_waits_for_a_prefix_with_these_images(image, waits
     server.add("leader", NINE, image=(0, 4, "h"))
     server.add("follower", NINE, image=image)
     assert step(server) == (({"leader": 9}, ["follower"]) if waits else ({"leader": 9, "follower": 9}, []))
+
+
+def test_who_has_to_compute_its_image_again_stays_behind_a_follower():
+    """Eight tokens of its sixteen are cached, and end in the middle of the image: it begins at the image."""
+    server = server_of(budget=20)
+    server.add("before", [1] * 8 + [2] * 8, 1, image=(2, 10, "h"))
+    step(server)
+    for name, prompt, image in (("leader", NINE, None), ("follower", NINE, None), ("other", [1] * 16, (2, 10, "h"))):
+        server.add(name, prompt, image=image)
+    assert step(server) == ({"leader": 9}, ["follower", "other"])
+    assert step(server) == ({"follower": 1, "other": 16}, [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "image", "uncached"),
+    [(range(1, 13), None, 4), (range(1, 14), None, 1), (range(1, 11), None, 2), ([*range(1, 9), 7, 7], (5, 5, "h"), 6)],
+    ids=["all is cached", "all but one", "a part", "a part of an image"],
+)
+def test_what_a_match_leaves_to_compute_is_known_before_it(prompt, image, uncached):
+    cache = make_adapter(200)
+    for name in ("before", "asked"):
+        items = images_of(SimpleNamespace(image=image))
+        tokens = prompt if name == "asked" else range(1, 18)
+        task = FakeTask(name, tokens, items=items)
+        num_uncached = cache.num_uncached_tokens(task)
+        assert num_uncached == task.num_total_tokens - served(cache, task)
+    assert num_uncached == uncached
 
 
 def test_followers_survive_a_schedule_that_raises():
