@@ -28,7 +28,7 @@ from .granted_prefix import NO_STEP, GrantedPrefix, Match
 from .grants import Grant, Grants, Lost
 from .pausing import Gate
 from .rank_channel import RankNews
-from .transfer_name import name_of
+from .transfer_name import drop_inputs, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class DecodeAdapter(PrefixCacheAdapter):
                 with self._lock:
                     self.uncached.count(request, uncached)
             self.grant(request)
+            drop_inputs(request)
         return is_done
 
     def _match_prompt(self, request: Any) -> Match | str:

@@ -22,7 +22,7 @@ from .pausing import DECODE_PAUSED, PREFILL_PAUSED
 from .prefill_adapter import PrefillAdapter
 from .role_caches import DecodeCache, PrefillCache
 from .stored_prefixes import StoredPrefixes
-from .transfer_name import give_name
+from .transfer_name import drop_inputs, give_name
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
                 return False, f"the decode server {where[0]}:{where[1]} cannot be reached: {reason}"
             granted, message = wrapped(task)
             if granted:
+                drop_inputs(task)
                 return True, message
             if message != NO_ROOM or time.monotonic() >= deadline:
                 again = "" if message == NO_ROOM else TRY_AGAIN

@@ -5,7 +5,8 @@ With it goes what names the images and videos in the prompt (`engine/prompt_inpu
 server the rotary positions of the prompt's tokens, and no pixels.
 
 Both travel in `ic_req_data`, which FastDeploy hands on with a request to the decode server and to the workers, and
-with the first token. It uses the field itself only for its internal adapter, with which roles are refused.
+with every token. So names of items leave it when the request has its blocks at decode. FastDeploy uses the field itself
+only for its internal adapter, with which roles are refused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def give_name(request: Any) -> None:
     inputs = inputs_of(request)
     if inputs.refusal is None:
         request.ic_req_data[INPUTS] = inputs.to_send()
+
+
+def drop_inputs(request: Any) -> None:
+    """When decode has given the request its blocks: its outputs need nothing but the name."""
+    request.ic_req_data = {KEY: name_of(request)}
 
 
 def name_of(carrier: Any) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import INPUTS, name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import INPUTS, KEY, name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
@@ -167,6 +167,23 @@ def test_images_are_told_apart_by_pixels_shape_and_positions(decode, sent):
     assert decode.cache.uncached == Uncached(items=2)
     assert decode.served("i", [*PREFIX, 5], cache_salt="another").first_block == 0
     decode.cache.check_idle()
+
+
+def test_names_of_images_stay_on_a_request_until_it_has_its_blocks():
+    """Each of its tokens would carry them to the process that answers."""
+    decode = DecodeServer(6)
+    holder = decode.granted("holder", [9] * 13)
+    task = request("a", [*PREFIX, 5], multimodal_inputs=image(9, [1, 2, 4]))
+    name, sent = name_of(task), dict(task.ic_req_data)
+    assert not decode.preallocate(task)
+    assert task.ic_req_data == sent
+    decode.complete(holder)
+    assert decode.preallocate(task)
+    assert (task.ic_req_data, name_of(task)) == ({KEY: name}, name)
+    decode.complete(task)
+    again = request("b", [*PREFIX, 5], multimodal_inputs=image(9, [1, 2, 4]))
+    assert decode.preallocate(again)
+    assert decode.fetch(again).first_block == 3
 
 
 @pytest.mark.parametrize(

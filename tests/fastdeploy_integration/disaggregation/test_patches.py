@@ -8,7 +8,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import DECODE_PAUSED, PREFILL_PAUSED, Gate
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import KEY, name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import INPUTS, KEY, name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
 from tests.fastdeploy_integration.engine.by_hand import make_adapter
 
@@ -87,7 +87,7 @@ class Connector:
         self.errors += [(each.request_id, each.finished, each.error_code, each.error_msg) for each in outputs]
 
     def ask(self, port):
-        task = request("r")
+        self.task = task = request("r")
         task.disaggregate_info |= {"decode_ip": "127.0.0.1", "decode_connector_port": port}
         return patches.ask_for_room(self.check_decode_allocated, self, (task,), {})
 
@@ -130,6 +130,7 @@ def test_how_long_prefill_asks_for_room(port, monkeypatch, answers, paused, full
     assert connector.ask(port) == result
     assert connector.errors == ([] if told is None else [("r", True, 502, told)])
     assert connector.asked == asked_again
+    assert (INPUTS in connector.task.ic_req_data) == (not result[0]), "as long as decode may need them"
     assert ("r" in connector.current_request_ids) == (paused is None)
 
 
