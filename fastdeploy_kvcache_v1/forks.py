@@ -33,6 +33,9 @@ SOCKET_DIRECTORIES = "fd-kvcache-"
 LOGGING_WAIT_S = 10.0
 """How long a fork waits for those who write to logs. Then it goes on: who writes may be waiting for who forks."""
 
+LOCK_WAIT_S = 0.01
+"""How long a fork waits for one handler while it holds logging's own lock."""
+
 T = TypeVar("T")
 
 _renewed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -43,7 +46,8 @@ _held = threading.local()
 @cache
 def guard() -> None:
     """From here on, for every `os.fork` of this process and of its children."""
-    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+    os.register_at_fork(before=_before, after_in_parent=_give_back, after_in_child=_renew_locks)
+    os.register_at_fork(after_in_child=_close_sockets)  # a hook of its own, which runs also where another one fails
 
 
 def renewed_in_children(lock: T) -> T:
@@ -59,56 +63,60 @@ def closed_in_children(connection: T) -> T:
 
 
 def _before() -> None:
-    _held.locks = []
     deadline = time.monotonic() + LOGGING_WAIT_S
-    handlers = vars(logging)["_at_fork_reinit_lock_weakset"]  # those whose locks logging makes anew in a child
-    if _take(vars(logging)["_lock"], deadline):  # first: logging itself takes it next, and does not give up
-        for handler in list(handlers):
-            if handler.lock is not None:
-                _take(handler.lock, deadline)
+    while (busy := _take_those_of_logging()) and (left := deadline - time.monotonic()) > 0:
+        _give_back()  # logging's own as well: FastDeploy's LazyFileHandler wants it while it holds the one we wait for
+        if busy[0].acquire(timeout=left):
+            busy[0].release()
 
 
-def _take(lock: Any, deadline: float) -> bool:
-    taken: bool = lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
-    if taken:
-        _held.locks.append(lock)
-    return taken
+def _take_those_of_logging() -> list[Any]:
+    """Takes the free ones. Returns the others."""
+    own = vars(logging)["_lock"]
+    own.acquire()  # without a limit: logging takes it next, and has none
+    _held.locks = [own]
+    busy: list[Any] = []
+    for handler in list(vars(logging)["_at_fork_reinit_lock_weakset"]):  # whose locks logging makes anew in a child
+        if handler.lock is not None:
+            taken = handler.lock.acquire(timeout=LOCK_WAIT_S)
+            (_held.locks if taken else busy).append(handler.lock)
+    return busy
 
 
-def _in_parent() -> None:
+def _give_back() -> None:
     for lock in reversed(_held.locks):
         lock.release()
 
 
-def _in_child() -> None:
+def _renew_locks() -> None:
     for lock in (*_renewed, *_locks_of_prometheus()):
         lock._at_fork_reinit()
+
+
+def _close_sockets() -> None:
     for connection in _closed:
         connection.close()
     _close_named_sockets()
 
 
 def _locks_of_prometheus() -> Iterator[Any]:
-    if "prometheus_client" not in sys.modules:
-        return
-    from prometheus_client import REGISTRY
-
+    """Imports nothing: a thread that imports it at the fork holds the lock of the module for ever, for a child."""
     if (lock := lock_of_values()) is not None:
         yield lock
-    for owner in (REGISTRY, *REGISTRY._names_to_collectors.values()):
-        if (lock := getattr(owner, "_lock", None)) is not None:
+    registry = getattr(sys.modules.get("prometheus_client"), "REGISTRY", None)
+    for owner in (registry, *getattr(registry, "_names_to_collectors", {}).values()):
+        lock = getattr(owner, "_lock", None)
+        if hasattr(lock, "_at_fork_reinit"):  # a collector of another package may have a lock of another kind
             yield lock
 
 
 def lock_of_values() -> Any | None:
     """The one lock that prometheus_client has for all values in its multiprocess mode, in a closure.
 
-    None in the other mode, and where another version keeps it elsewhere.
+    None in the other mode, where another version keeps it elsewhere, and before it is imported.
     """
-    from prometheus_client import values
-
-    update: Any = values.ValueClass.inc
-    names = update.__code__.co_freevars
+    update: Any = getattr(getattr(sys.modules.get("prometheus_client.values"), "ValueClass", None), "inc", None)
+    names = update.__code__.co_freevars if update is not None else ()
     return update.__closure__[names.index("lock")].cell_contents if "lock" in names else None
 
 
@@ -125,7 +133,10 @@ def look_for_lock_of_values() -> None:
 
 def _close_named_sockets() -> None:
     """Those of ZeroMQ, which opens some on threads of its own and knows nothing of forks."""
-    for name in os.listdir("/proc/self/fd"):
+    descriptors = os.listdir("/proc/self/fd")
+    default = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # with one, socket.socket makes a foreign file non-blocking, in the parent as well
+    for name in descriptors:
         with contextlib.suppress(OSError):  # no socket, or not open any more
             each = socket.socket(fileno=int(name))
             is_ours = any(map(_is_ours, _names(each)))
@@ -133,6 +144,7 @@ def _close_named_sockets() -> None:
                 each.close()
             else:
                 each.detach()
+    socket.setdefaulttimeout(default)
 
 
 def _names(each: socket.socket) -> Iterator[object]:

@@ -1,10 +1,16 @@
 """What a forked child finds: no lock of another thread, no socket of ours."""
 
+import builtins
+import fcntl
 import logging
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from multiprocessing import Pipe
+from pathlib import Path
+from types import ModuleType
 
 import prometheus_client.values
 import pytest
@@ -32,6 +38,27 @@ def handler():
     handler = logging.StreamHandler()
     yield handler
     handler.close()
+
+
+@pytest.fixture
+def socket_of_ours():
+    with tempfile.TemporaryDirectory(prefix=forks.SOCKET_DIRECTORIES) as path, socket.socket(socket.AF_UNIX) as each:
+        each.bind(f"{path}/of_zeromq")
+        yield each
+
+
+class Collector:
+    """Of another package."""
+
+    def __init__(self, name, lock):
+        self._name, self._lock = name, lock
+
+    def describe(self):
+        return [prometheus_client.Metric(self._name, "", "gauge")]
+
+
+def is_closed(each):
+    return not Path(f"/proc/self/fd/{each.fileno()}").exists()
 
 
 def others_can_take(lock):
@@ -78,6 +105,105 @@ def test_a_fork_inside_a_log_line_leaves_the_lock_with_its_owner(handler):
         assert ended_well(start(lambda: handler.lock.acquire()))
         assert not others_can_take(handler.lock)
     assert others_can_take(handler.lock)
+
+
+def test_a_fork_gives_way_to_a_handler_that_takes_the_lock_of_logging(handler, monkeypatch):
+    """As FastDeploy's LazyFileHandler does at its first line."""
+
+    class Lock(type(handler.lock)):
+        def acquire(self, **limit):
+            wanted.set()
+            return super().acquire(**limit)
+
+    def write():
+        with handler.lock:
+            holds.set()
+            wanted.wait()
+            with logging._lock:
+                lines.append("first")
+
+    def use():
+        assert lines == ["first"], "the fork went on without the handler"
+        assert others_can_take(handler.lock)
+
+    monkeypatch.setattr(forks, "LOGGING_WAIT_S", 10)
+    holds, wanted, lines = threading.Event(), threading.Event(), []
+    handler.lock = Lock()
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    holds.wait()
+    wanted.clear()
+    assert ended_well(start(use))
+    writer.join()
+    assert others_can_take(handler.lock)
+    assert others_can_take(logging._lock)
+
+
+def test_a_fork_in_the_middle_of_an_import_imports_nothing(monkeypatch, socket_of_ours):
+    """A child would wait for the lock of a module that another thread was importing."""
+
+    def import_(name, *arguments, **named):
+        imported.append(name)
+        return original(name, *arguments, **named)
+
+    def use():
+        assert not imported
+        assert is_closed(socket_of_ours)
+
+    original, imported = builtins.__import__, []
+    for name in "prometheus_client", "prometheus_client.values":
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(builtins, "__import__", import_)
+    child = start(use)
+    assert not imported
+    assert ended_well(child)
+
+
+def test_a_collector_with_a_lock_of_its_own_kind_keeps_no_lock_from_others(monkeypatch):
+    registry, lock = prometheus_client.CollectorRegistry(), threading.Lock()
+    registry.register(Collector("first", object()))
+    registry.register(Collector("second", lock))
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+
+    def use():
+        assert lock.acquire(blocking=False)
+
+    with lock:
+        assert ended_well(start(use))
+
+
+def test_a_child_that_cannot_renew_a_lock_closes_its_sockets(monkeypatch, socket_of_ours):
+    class Broken:
+        def _at_fork_reinit(self):
+            raise RuntimeError
+
+    def use():
+        assert is_closed(socket_of_ours)
+
+    monkeypatch.setattr(forks, "_renewed", [Broken()])
+    assert ended_well(start(use))
+
+
+def test_a_fork_leaves_the_flags_of_foreign_files_alone():
+    """A child shares them with its parent. Some library has set a default timeout: new sockets are non-blocking."""
+
+    def use():
+        assert flags() == before
+        assert socket.getdefaulttimeout() == 30
+
+    def flags():
+        return [fcntl.fcntl(each, fcntl.F_GETFL) for each in foreign]
+
+    foreign = (*socket.socketpair(), *Pipe(), socket.socket())
+    before = flags()
+    socket.setdefaulttimeout(30)
+    try:
+        assert ended_well(start(use))
+    finally:
+        socket.setdefaulttimeout(None)
+    assert flags() == before
+    for each in foreign:
+        each.close()
 
 
 def test_a_connection_is_closed_in_the_child_alone():
