@@ -32,3 +32,9 @@ def test_below_its_floor_it_fails():
     done = mutate("attention/mla.py", "--floor", 101)
     assert done.returncode == 1
     assert "FAILED" in done.stdout
+
+
+def test_a_module_whose_tests_all_start_processes_is_left_out():
+    done = mutate("forks.py", "--every", 5, "--floor", 100)
+    assert done.returncode == 0, done.stderr
+    assert "| 0 | 0 (" in done.stdout
