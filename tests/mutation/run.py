@@ -36,7 +36,6 @@ def main() -> int:
         print("no module of the package changed: nothing to mutate")
         return 0
     rng = random.Random(arguments.seed)
-    end = time.monotonic() + arguments.seconds / len(by_folder)
     rows: dict[str, str] = {}
     killed = counted = 0
     if arguments.matrix:
@@ -57,11 +56,10 @@ def main() -> int:
             tuple(arguments.also),
             matrix=arguments.matrix is not None,
             jobs=arguments.jobs,
-            deadline=(lambda end=end: time.monotonic() > end) if arguments.seconds != float("inf") else lambda: False,
+            deadline=share_of(arguments.seconds / len(by_folder)),
             ended=ended,
         )
         verdicts = verdicts_of(question)
-        end += arguments.seconds / len(by_folder)
         rows[folder] = report.row(folder, len(places), verdicts)
         killed += sum(bool(verdict.killers) for verdict in verdicts)
         counted += sum(bool(verdict.killers) or verdict.place.key not in known for verdict in verdicts)
@@ -75,6 +73,17 @@ def main() -> int:
         print(f"FAILED: tests noticed {killed} of {counted} changes, the floor is {arguments.floor:g} %")
         return 1
     return 0
+
+
+def share_of(seconds: float) -> Callable[[], bool]:
+    """Whether so much time has passed since it was asked first, which is when the tests of a folder were seen to pass."""
+    begun: list[float] = []
+
+    def is_over() -> bool:
+        begun.append(time.monotonic())
+        return begun[-1] - begun[0] > seconds
+
+    return is_over
 
 
 def parse() -> argparse.Namespace:
