@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def share_of(seconds: float) -> Callable[[], bool]:
-    """Whether so much time has passed since it was asked first, which is when the tests of a folder were seen to pass."""
+    """Whether so much time has passed since it was asked first: when a folder's tests were seen to pass."""
     begun: list[float] = []
 
     def is_over() -> bool:
