@@ -179,6 +179,7 @@ def test_a_gpu_that_is_not_there_is_said_with_what_to_do(monkeypatch, driver, ok
         (12040, 13000, False, "pip uninstall cupy-cuda13x && pip install 'fastdeploy-kvcache-v1[gpu]'"),
         (12040, 12090, True, "for CUDA 12"),
         (13010, 12090, True, "for CUDA 12"),
+        (0, 12090, True, "for CUDA 12"),
     ],
 )
 def test_the_cupy_that_fits_the_driver_is_named(served, of_cupy, ok, said):
