@@ -95,7 +95,9 @@ class EngineRank(Tensors):
 
     def _row(self, task: StepTask) -> Any:
         row, generation = self._rows.get(task.request_id), self.generations[task.request_id]
-        if row is None or row.generation is not generation or row.computed != task.start:
+        table = [int(slot) for slot in task.block_table]
+        is_known = row is not None and row.generation is generation and row.computed == task.start
+        if not is_known or table[: len(row.table)] != row.table:  # a table only grows, else it begins anew
             request = generation.sink.args[0]  # type: ignore[attr-defined]
             own_from = task.start if self.marks_own and not generation.hasher.access.writes else OWN_NOTHING
             row = self._rows[task.request_id] = SimpleNamespace(
@@ -105,7 +107,7 @@ class EngineRank(Tensors):
         row.prefix.cut(task.start)
         row.prefix.extend(generation.tokens[len(row.prefix.tokens) : task.start + len(task.token_ids)])
         row.prefix.extend(task.drafts)
-        row.table = [int(slot) for slot in task.block_table]
+        row.table = table
         return row
 
 
