@@ -133,24 +133,24 @@ def look_for_lock_of_values() -> None:
 
 def _close_named_sockets() -> None:
     """Those of ZeroMQ, which opens some on threads of its own and knows nothing of forks."""
-    descriptors = os.listdir("/proc/self/fd")
     default = socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)  # with one, socket.socket makes a foreign file non-blocking, in the parent as well
-    for name in descriptors:
-        with contextlib.suppress(OSError):  # no socket, or not open any more
-            each = socket.socket(fileno=int(name))
-            is_ours = any(map(_is_ours, _names(each)))
-            if is_ours:
-                each.close()
-            else:
-                each.detach()
-    socket.setdefaulttimeout(default)
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # no socket, or not open any more
+                each = socket.socket(fileno=int(name))
+                is_ours = any(map(_is_ours, _names(each)))
+                descriptor = each.detach()  # a socket object that is dropped closes its file
+                if is_ours:
+                    os.close(descriptor)
+    finally:
+        socket.setdefaulttimeout(default)
 
 
 def _names(each: socket.socket) -> Iterator[object]:
-    yield each.getsockname()
-    with contextlib.suppress(OSError):  # not connected
-        yield each.getpeername()
+    for name_of in (each.getsockname, each.getpeername):
+        with contextlib.suppress(OSError):  # not connected, or of a family without names
+            yield name_of()
 
 
 def _is_ours(name: object) -> bool:

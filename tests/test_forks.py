@@ -1,8 +1,10 @@
 """What a forked child finds: no lock of another thread, no socket of ours."""
 
 import builtins
+import errno
 import fcntl
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -204,6 +206,15 @@ def test_a_fork_leaves_the_flags_of_foreign_files_alone():
     assert flags() == before
     for each in foreign:
         each.close()
+
+
+def test_a_fork_leaves_sockets_open_that_cannot_say_their_name(monkeypatch):
+    def refuse(_):
+        raise OSError(errno.EOPNOTSUPP, "a family without names")
+
+    with socket.socket() as foreign:
+        monkeypatch.setattr(socket.socket, "getsockname", refuse)
+        assert ended_well(start(lambda: os.fstat(foreign.fileno())))
 
 
 def test_a_connection_is_closed_in_the_child_alone():
