@@ -43,8 +43,7 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         name = next(name for name, file in native.TARGETS.items() if PREFIX + file == ext.name + ".so")
-        directory = Path(self.get_ext_fullpath(ext.name)).parent
-        missing = native.build_what_works(directory, [name])
+        missing = native.build_what_works({name: Path(self.get_ext_fullpath(ext.name)).with_name(native.TARGETS[name])})
         if missing:
             raise CompileError(f"{name} is left out: {missing[name]}")
         self.built.add(name)

@@ -20,10 +20,10 @@ from _support import made_small, median, need_trace, percentile, save
 from naive import NaiveCache
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.metadata import BlockHash, NoSpace
-from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
-from fastdeploy_kvcache_v1.replay.trace import read_trace
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.contract.messages import BlockHash, NoSpace
+from fastdeploy_kvcache_v1.lab.replay.hashes import TraceHasher
+from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
+from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 
 BLOCK_SIZE = KVCacheConfig.block_size
 TURN = 250
@@ -167,10 +167,10 @@ def over_windows(requests: list[Request]) -> dict[str, object]:
 
 MEMORY_PROGRAM = """
 import gc, json, sys, tracemalloc
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
-from fastdeploy_kvcache_v1.replay.trace import read_trace
+from fastdeploy_kvcache_v1.lab.replay.hashes import TraceHasher
+from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
 sys.path.insert(0, sys.argv[1])
 from _support import made_small
 trace, device, host = sys.argv[2], *map(int, sys.argv[3:])

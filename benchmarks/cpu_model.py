@@ -39,14 +39,14 @@ def tokens(vocab_size: int) -> list[int]:
 
 def ours(path: Path, num_threads: int) -> tuple[Work, int]:
     sys.path.insert(0, str(ROOT))
-    from fastdeploy_kvcache_v1.model import configure_reproducible_math, load_model_config
+    from fastdeploy_kvcache_v1.lab.model import configure_reproducible_math, load_model_config
 
     configure_reproducible_math(num_threads)
     import numpy as np
     import paddle
 
-    from fastdeploy_kvcache_v1.model.llama import Llama
-    from fastdeploy_kvcache_v1.model.step import SequenceSlice
+    from fastdeploy_kvcache_v1.lab.model.llama import Llama
+    from fastdeploy_kvcache_v1.lab.model.step import SequenceSlice
 
     config = load_model_config(path)
     decoder = Llama.load(path, config)

@@ -19,8 +19,8 @@ from time import thread_time
 from _support import median, need_trace, save
 from control_plane import Managed, Request, load, play_in_turns
 
-from fastdeploy_kvcache_v1.metadata import BlockHash
-from fastdeploy_kvcache_v1.traffic import KINDS, Source
+from fastdeploy_kvcache_v1.contract.messages import BlockHash
+from fastdeploy_kvcache_v1.lab.traffic import KINDS, Source
 
 GENERATED = 4_000
 SEED = 7

@@ -15,9 +15,9 @@ from time import perf_counter
 from _support import made_small, median, save
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel, NoSpace, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel, NoSpace, TransferResult
+from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher, GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes
 
 Seconds = Iterator[float]
 REPEATS = 41

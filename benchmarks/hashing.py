@@ -9,7 +9,7 @@ import numpy as np
 from _support import median, save
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 
 BLOCK_SIZE = KVCacheConfig.block_size
 PROMPT_TOKENS = 131_072

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_kvcache_v1.worker.ops import driver
+from fastdeploy_kvcache_v1.worker.cuda import driver
 
 STEPS_IN_FLIGHT = 3
 

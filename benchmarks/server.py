@@ -15,9 +15,9 @@ from typing import Any
 
 from _support import MODEL, median, percentile, random_tokens, save
 
-from fastdeploy_kvcache_v1.embedded.client import Answer, complete
-from fastdeploy_kvcache_v1.embedded.process import running_server
-from fastdeploy_kvcache_v1.metric_table import PREFIX
+from fastdeploy_kvcache_v1.lab.server.client import Answer, complete
+from fastdeploy_kvcache_v1.lab.server.process import running_server
+from fastdeploy_kvcache_v1.telemetry.metric_table import PREFIX
 
 PROMPT_TOKENS = 2_000
 NUM_PROMPTS = 6

@@ -30,7 +30,7 @@ import psutil
 from _support import ROOT, median, save
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.metadata import BlockHash
+from fastdeploy_kvcache_v1.contract.messages import BlockHash
 from fastdeploy_kvcache_v1.storage.base import StoreKey
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.namespace import Namespace, block_key

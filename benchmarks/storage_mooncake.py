@@ -23,7 +23,7 @@ from typing import Any
 from _support import median, save
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.metadata import BlockHash
+from fastdeploy_kvcache_v1.contract.messages import BlockHash
 from fastdeploy_kvcache_v1.storage.base import SlotMemory, StoreKey
 from fastdeploy_kvcache_v1.storage.mooncake.client import ENVIRONMENT
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend

@@ -24,12 +24,12 @@ import numpy as np
 from _support import median, percentile, save
 
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.swap_message import SwapEncoder
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
-from fastdeploy_kvcache_v1.swap_message import SwapEncoder
-from fastdeploy_kvcache_v1.worker.ops.rates import KERNEL, Rates, Timing
-from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
+from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL, Rates, Timing
+from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
 
 LAYERS, BLOCK_SIZE, ROW_BYTES = 48, 64, 16 << 10
 POOLS = {"small": (2_000, 4_000), "usual": (40_000, 60_000), "large": (200_000, 1_000_000)}

@@ -20,15 +20,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PACKAGE_OPS = HERE.parent / "fastdeploy_kvcache_v1" / "worker" / "ops"
+WORKER = HERE.parent / "fastdeploy_kvcache_v1" / "worker"
 
 TARGETS = {"cpu": "_copy_rows.so", "paddle": "_paddle_ops.so"}
 """The libraries, which are built where they can be."""
 FILES = {**TARGETS, "ptx": "copy_rows.ptx"}
+IN_PACKAGE = {name: WORKER / ("cuda" if name == "ptx" else "ops") / file for name, file in FILES.items()}
+"""Where the package looks for them."""
 PTX_VERSION = "7.4"
 """Of the language, the oldest that has what the kernel uses: drivers from CUDA 11.4 on take it."""
 
@@ -129,12 +131,11 @@ def paddle_libraries(root: Path) -> list[str]:
 BUILDERS = {"cpu": build_cpu, "paddle": build_paddle, "ptx": build_ptx}
 
 
-def build_what_works(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Build `names` into `directory`. Returns what is missing and why; never raises for want of a compiler, nor in a
+def build_what_works(outputs: Mapping[str, Path]) -> dict[str, str]:
+    """Build each name into its file. Returns what is missing and why; never raises for want of a compiler, nor in a
     tree that cannot be written."""
     missing = {}
-    for name in names:
-        output = directory / FILES[name]
+    for name, output in outputs.items():
         try:
             BUILDERS[name](output)
         except (BuildError, OSError) as error:
@@ -162,15 +163,16 @@ def wanted(names: Iterable[str] = ()) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the native copies.")
     parser.add_argument("targets", nargs="*", help=f"{', '.join(FILES)} (default: the libraries this machine can)")
-    parser.add_argument("--out", type=Path, default=PACKAGE_OPS, help="where they go (default: the package)")
+    parser.add_argument("--out", type=Path, help="where they go (default: the package)")
     arguments = parser.parse_args()
     try:
         names = wanted(arguments.targets)
     except BuildError as error:
         parser.error(str(error))
-    missing = build_what_works(arguments.out, names)
-    for name in names:
-        print(f"{name}: {missing.get(name) or arguments.out / FILES[name]}")
+    outputs = {name: arguments.out / FILES[name] if arguments.out else IN_PACKAGE[name] for name in names}
+    missing = build_what_works(outputs)
+    for name, output in outputs.items():
+        print(f"{name}: {missing.get(name) or output}")
     return 1 if arguments.targets and missing else 0
 
 

@@ -17,7 +17,7 @@
 
 namespace kvcache {
 
-// Same layouts in fastdeploy_kvcache_v1/worker/ops/cuda_copies.py.
+// Same layouts in fastdeploy_kvcache_v1/worker/cuda/copies.py.
 struct Row {
   uint64_t device, host;
   int64_t device_pitch, host_pitch;

@@ -31,11 +31,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("serve", ".embedded.command", "start the OpenAI-compatible server", "embedded", passes_flags_on=True),
-    Command("router", ".router", "send requests to prefill and decode servers", "embedded"),
-    Command("demo", ".demo", "show what the cache is worth, in two minutes", "embedded,demo"),
-    Command("replay", ".replay", "drive the cache manager alone with a request trace"),
-    Command("traffic", ".traffic", "write a request trace for replay: chat, agents, batch jobs, and others"),
+    Command("serve", ".lab.server.command", "start the OpenAI-compatible server", "embedded", passes_flags_on=True),
+    Command("router", ".lab.router", "send requests to prefill and decode servers", "embedded"),
+    Command("demo", ".lab.demo", "show what the cache is worth, in two minutes", "embedded,demo"),
+    Command("replay", ".lab.replay", "drive the cache manager alone with a request trace"),
+    Command("traffic", ".lab.traffic", "write a request trace for replay: chat, agents, batch jobs, and others"),
     Command("storage", ".storage.file.command", "look after a directory of stored blocks", "embedded"),
     Command("doctor", ".doctor", "check FastDeploy, its patch points and this machine"),
 )

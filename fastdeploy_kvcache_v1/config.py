@@ -1,7 +1,7 @@
 """One frozen, validated settings object for the scheduler half, and what commands and servers say about it.
 
 Defaults of these settings stand here only: both servers, `replay` and the benchmarks take them from here. Those of
-the embedded server's other flags are in `embedded/settings.py`; FastDeploy's block size is FastDeploy's own.
+the embedded server's other flags are in `lab/server/settings.py`; FastDeploy's block size is FastDeploy's own.
 """
 
 from __future__ import annotations

@@ -209,8 +209,8 @@ def _body_findings(checked: Overlay, fastdeploy: FastDeployTree) -> Iterator[Fin
 
 def _cpu_worker_findings(fastdeploy: FastDeployTree) -> Iterator[Finding]:
     """The places that only `serve --fastdeploy-cpu` patches."""
-    from .fastdeploy_integration.cpu_worker import activation
     from .fastdeploy_integration.overlay.overlay import Overlay
+    from .lab.fastdeploy_cpu import activation
 
     try:
         table = activation.table_for(fastdeploy.release)
@@ -370,7 +370,7 @@ def _paddle() -> tuple[bool | None, str]:
 
 
 def _cupy() -> tuple[bool | None, str]:
-    from .worker.ops.driver import cuda_of_driver, load_cupy
+    from .worker.cuda.driver import cuda_of_driver, load_cupy
 
     cupy, served = load_cupy(), cuda_of_driver()
     needs = cupy.cuda.runtime.runtimeGetVersion() // 1000
@@ -409,7 +409,7 @@ def _copy_paths() -> tuple[bool | None, str]:
             return None, "no GPU here"
     except Exception as error:  # no CuPy, no driver: both are findings of their own
         return None, f"not tried without CuPy and a GPU ({type(error).__name__})"
-    from .worker.ops import trial
+    from .worker.cuda import trial
 
     rates = trial.rates_of(0, ())
     return bool(rates.timings), rates.describe()

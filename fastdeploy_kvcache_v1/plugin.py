@@ -37,7 +37,7 @@ class _Trigger:
 
 
 def _start() -> None:
-    from .refusal import say_refusals_alone  # not in every process that Python starts
+    from .fastdeploy_integration.refusal import say_refusals_alone  # not in every process that Python starts
 
     say_refusals_alone()
     if is_enabled():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 import tests.night
-from fastdeploy_kvcache_v1.model import configure_reproducible_math
+from fastdeploy_kvcache_v1.lab.model import configure_reproducible_math
 
 from .processes import Guard
 

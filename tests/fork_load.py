@@ -20,14 +20,14 @@ os.environ.update(PROMETHEUS_MULTIPROC_DIR=DIRECTORY, TMPDIR=DIRECTORY)
 from prometheus_client import REGISTRY, Gauge, Histogram, values  # noqa: E402
 
 from fastdeploy_kvcache_v1 import forks  # noqa: E402
+from fastdeploy_kvcache_v1.contract.messages import EVICT, TransferReport, TransferResult  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.token_channel import TokenReceiver  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.metrics import CacheMetricsPublisher  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter  # noqa: E402
-from fastdeploy_kvcache_v1.metadata import EVICT, TransferReport, TransferResult  # noqa: E402
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.token_channel import TokenReceiver  # noqa: E402
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters  # noqa: E402
 from tests.forked import ended_well, start  # noqa: E402
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
-from fastdeploy_kvcache_v1.embedded import command
+from fastdeploy_kvcache_v1.lab.server import command
 
 RANDOM = ("serve", "--model", "random")
 
@@ -72,8 +72,8 @@ def test_embedded_is_what_serve_is_anyway(capsys):
     assert "--embedded" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("missing", ["fastdeploy_kvcache_v1.replay.nothing", "uvicorn.nothing", "nothing"])
+@pytest.mark.parametrize("missing", ["fastdeploy_kvcache_v1.lab.replay.nothing", "uvicorn.nothing", "nothing"])
 def test_an_import_that_is_a_bug_of_ours_keeps_its_traceback(monkeypatch, missing):
-    monkeypatch.setattr("fastdeploy_kvcache_v1.replay.run", lambda args: importlib.import_module(missing))
+    monkeypatch.setattr("fastdeploy_kvcache_v1.lab.replay.run", lambda args: importlib.import_module(missing))
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         cli.main(["replay", "trace"])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1 import replay
 from fastdeploy_kvcache_v1.config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.embedded.settings import add_serve_arguments, server_config
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
-from fastdeploy_kvcache_v1.model.config import load_model_config
+from fastdeploy_kvcache_v1.lab import replay
+from fastdeploy_kvcache_v1.lab.model.config import load_model_config
+from fastdeploy_kvcache_v1.lab.server.settings import add_serve_arguments, server_config
 from fastdeploy_kvcache_v1.switch import SWITCH, is_enabled
 from fastdeploy_kvcache_v1.units import GIB
 

@@ -11,17 +11,17 @@ import pytest
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
 from fastdeploy_kvcache_v1.storage.file import file_backend
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.switch import SWITCH
-from fastdeploy_kvcache_v1.worker.ops import trial
+from fastdeploy_kvcache_v1.worker.cuda import trial
+from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL, RUNS, Rates
 from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
-from fastdeploy_kvcache_v1.worker.ops.rates import KERNEL, RUNS, Rates
 from tests.gpu.in_process import fake_gpu
 from tests.mooncake_master import Master, needs_mooncake
 from tests.storage.attention_store.stand_in import installed, num_stored, set_faults

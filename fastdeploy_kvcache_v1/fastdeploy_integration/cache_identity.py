@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from ..contract.messages import CacheAccess
 from ..errors import ConfigError
-from ..metadata import CacheAccess
 from .transport import take_off
 
 Wrapped = Callable[..., Any]

@@ -19,11 +19,10 @@ from ..storage.settings import StorageSettings, takes_host_blocks
 from ..switch import SWITCH
 from ..units import GIB
 from .backends import BLOCK_WISE_FP8, DSA, MLA, NATIVE, PLAS
-from .cpu_worker import RUN_DIRECTORY
 from .disaggregation.refusals import role_refusals
 from .overlay import overlay
 from .overlay.table import PatchTable
-from .settings import write_policy, write_through_threshold
+from .settings import RUN_DIRECTORY, write_policy, write_through_threshold
 from .storage_channel import storage_settings
 from .swap_space import has_draft_layer, host_layout, kv_cache_quant_type, require_amount, size_host_tier
 

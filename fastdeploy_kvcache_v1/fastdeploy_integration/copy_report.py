@@ -12,11 +12,11 @@ import tempfile
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from ..copy_totals import CopyTotals, RankCopies
+from ..contract.copy_totals import CopyTotals, RankCopies
+from ..contract.messages import CacheLevel, CopyPath, PassProgress, TransferResult
+from ..contract.timings import PrefillTime
 from ..errors import MessageVersionError
 from ..forks import SOCKET_DIRECTORIES
-from ..metadata import CacheLevel, CopyPath, PassProgress, TransferResult
-from ..timings import PrefillTime
 
 VERSION = 6
 """Counts the changes of the message."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
 
 from ..config import KVCacheConfig, WritePolicy
@@ -14,6 +15,16 @@ from ..units import GIB
 POLICY_VARIABLE = "FD_KVCACHE_V1_WRITE_POLICY"
 THRESHOLD_VARIABLE = "FD_KVCACHE_V1_WRITE_THROUGH_THRESHOLD"
 BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
+
+RUN_DIRECTORY = "FASTDEPLOY_KVCACHE_CPU_RUN"
+"""Names the private directory of a server that computes on the CPU, in each of its processes."""
+
+LOG_DIRECTORY = "FD_LOG_DIR"
+"""FastDeploy's own."""
+
+
+def log_directory() -> Path:
+    return Path(os.environ.get(LOG_DIRECTORY, "log"))
 
 
 def write_policy(given: str | None, threshold: int | None, *, stores: bool) -> WritePolicy:

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..metadata import SwapStep
-from ..swap_message import SwapDecoder, SwapEncoder
+from ..contract.messages import SwapStep
+from ..contract.swap_message import SwapDecoder, SwapEncoder
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from ..config import KVCacheConfig
-from ..errors import BlockPoolError, CacheStateError, ConfigError
-from ..metadata import (
+from ..contract.messages import (
     Allocation,
     BlockHash,
     BlockHashes,
@@ -35,6 +34,7 @@ from ..metadata import (
     SwapStep,
     TransferResult,
 )
+from ..errors import BlockPoolError, CacheStateError, ConfigError
 from .block_pool import BlockPool
 from .cache_stats import CacheStats, Counters
 from .event_log import EventLog

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..metadata import BlockHash, CacheEvent, CacheLevel
+from ..contract.messages import BlockHash, CacheEvent, CacheLevel
 from .run import Run
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
+from ..contract.messages import CacheLevel
 from ..errors import InvariantError
-from ..metadata import CacheLevel
 from .places import Link, RunQueue
 from .run import WIDTH, Run
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import KVCacheConfig
+from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, LoadSlots, NoSpace, StoreSource
 from ..errors import CacheStateError
-from ..metadata import BlockHash, CacheLevel, DeviceSlot, LoadSlots, NoSpace, StoreSource
 from .block_pool import BlockPool
 from .cache_stats import Counters
 from .invariants import expect

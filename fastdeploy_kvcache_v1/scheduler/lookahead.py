@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..metadata import BlockHashes
+from ..contract.messages import BlockHashes
 from .radix_tree import RadixTree
 from .residency import Residency
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from ..metadata import BlockHash, BlockHashes
+from ..contract.messages import BlockHash, BlockHashes
 
 MOST_LOOKED_AT = 32
 """Requests of the line that are asked whether they would wait for the same blocks."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
+from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .residency import Residency
 from .reuse.history import Stretch
 from .run import Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..contract.messages import BlockHashes, DeviceSlot
 from ..errors import CacheStateError
-from ..metadata import BlockHashes, DeviceSlot
 from .invariants import expect
 from .reuse.watched import Group
 from .run import Run

@@ -9,8 +9,17 @@ from collections import Counter
 from collections.abc import Sequence, Set
 
 from ..config import KVCacheConfig
+from ..contract.messages import (
+    Allocation,
+    BlockHash,
+    BlockHashes,
+    CacheLevel,
+    DeviceSlot,
+    MatchedSpan,
+    MatchResult,
+    NoSpace,
+)
 from ..errors import CacheStateError, UnknownRequestError
-from ..metadata import Allocation, BlockHash, BlockHashes, CacheLevel, DeviceSlot, MatchedSpan, MatchResult, NoSpace
 from .cache_stats import Counters
 from .invariants import expect
 from .radix_tree import RadixTree

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, takewhile
 
-from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
+from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import BlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
+from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .places import HostCopy, Link
 
 Cells = list[Any]

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
-from ..errors import PoolInUseError
-from ..metadata import (
+from ..contract.messages import (
     EVICT,
     SWAP_IN,
     CacheLevel,
@@ -20,6 +19,7 @@ from ..metadata import (
     SwapStep,
     TransferResult,
 )
+from ..errors import PoolInUseError
 from .cache_stats import Counters
 from .lookahead import Lookahead
 from .policies.backup import BackupPolicy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..metadata import BlockHash, CacheLevel, HostSlot
+from ..contract.messages import BlockHash, CacheLevel, HostSlot
 from .run import HOST, WIDTH, Run
 
 REMEMBERED_STEPS = 256

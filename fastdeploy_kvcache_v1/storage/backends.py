@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
-from ..metadata import BlockHash
+from ..contract.messages import BlockHash
 from ..scheduler.cache_manager import CacheManager
 from .base import StorageBackend
 from .engine.link import Link, StorageLink

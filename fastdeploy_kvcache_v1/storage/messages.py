@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..metadata import BlockHash
+from ..contract.messages import BlockHash
 from .namespace import Namespace
 
 __all__ = [

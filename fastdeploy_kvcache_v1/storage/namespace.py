@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from ..attention.base import CacheLayout
-from ..metadata import BlockHash
+from ..contract.messages import BlockHash
 from .base import StoreKey
 
 __all__ = ["FORMAT_VERSION", "Namespace", "block_key", "commit_key"]
@@ -31,7 +31,7 @@ class Namespace:
     implementation: str
     """Whose kernels computed the blocks, and their layout inside a block."""
     hash_version: str
-    """Of the block hashes (`scheduler/cache_utils.py`)."""
+    """Of the block hashes (`scheduler/block_hashing.py`)."""
     format_version: int = FORMAT_VERSION
 
     def manifest(self) -> str:

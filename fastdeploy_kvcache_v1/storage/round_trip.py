@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..attention.base import CacheLayout, RoleSpec
+from ..contract.messages import BlockHash
 from ..errors import StorageError
-from ..metadata import BlockHash
 from ..units import MIB
 from .base import StorageBackend, StoreKey
 from .namespace import Namespace, block_key

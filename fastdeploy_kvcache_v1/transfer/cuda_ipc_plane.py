@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from ctypes import byref, c_int
 
 from ..errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError, TransferError
-from ..worker.ops.driver import driver
+from ..worker.cuda.driver import driver
+from ..worker.cuda.runtime import CudaStream, use_device
 from ..worker.ops.rows import BlockRows
-from ..worker.runtime.cuda import CudaStream, use_device
 from .cuda_ipc_address import (
     KIND,
     CudaIpcAddress,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..errors import KVCacheError, RemoteReadError
-from ..worker.ops import trial
-from ..worker.ops.rates import BATCH
-from ..worker.runtime.cuda import CudaStream, use_device
+from ..worker.cuda import trial
+from ..worker.cuda.rates import BATCH
+from ..worker.cuda.runtime import CudaStream, use_device
 from .one_sided import OneSidedSource, Ranges, Region
 from .peer_memory import PeerMemory
 from .presence import Visit

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheStateError, ConfigError, TransferError
-from ..worker.ops.cuda_copies import copy_2d, copy_batch
-from ..worker.ops.driver import UUID_BYTES, DriverStream, IpcHandle, driver, uuid_of
+from ..worker.cuda.copies import copy_2d, copy_batch
+from ..worker.cuda.driver import UUID_BYTES, DriverStream, IpcHandle, driver, uuid_of
 
 __all__ = ["HANDLE_BYTES", "UUID_BYTES", "Allocation", "Gpu", "PeerMemory"]
 

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
+from ..contract.messages import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep, TransferReport, TransferResult
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, UnsupportedCopyError
-from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep, TransferReport, TransferResult
 from . import ops
 from .hazards import Actor, Dependency, Hazard, HazardTable
 from .host_pool import HostPool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..metadata import CacheSwapMetadata, TransferResult
+from ..contract.messages import CacheSwapMetadata, TransferResult
 from .ops import CopyRuns
 from .runtime import Event
 from .runtime.base import describe

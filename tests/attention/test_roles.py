@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.attention.geometry import CacheGeometry
 from fastdeploy_kvcache_v1.attention.registry import make_cache_backend
-from fastdeploy_kvcache_v1.metadata import SwapStep
+from fastdeploy_kvcache_v1.contract.messages import SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.worker_fakes import evict, swap_in

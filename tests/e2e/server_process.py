@@ -21,7 +21,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_kvcache_v1 import cli
-from fastdeploy_kvcache_v1.metric_table import PREFIX
+from fastdeploy_kvcache_v1.telemetry.metric_table import PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
@@ -114,7 +114,7 @@ class ServerProcess(CommandProcess):
         found = [
             child
             for child in psutil.Process(self.process.pid).children(recursive=True)
-            if f"fastdeploy_kvcache_v1.embedded.{module}" in child.cmdline()
+            if f"fastdeploy_kvcache_v1.lab.server.{module}" in child.cmdline()
         ]
         assert len(found) == 1
         return found[0]

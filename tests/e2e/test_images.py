@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.images import read_image
+from fastdeploy_kvcache_v1.lab.server.images import read_image
 from tests.e2e.server_process import started
-from tests.embedded import random_text as t
-from tests.embedded.pictures import encoded, noise, part, text
+from tests.lab.server import random_text as t
+from tests.lab.server.pictures import encoded, noise, part, text
 
 pytestmark = pytest.mark.process
 

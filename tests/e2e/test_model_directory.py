@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from tests.e2e.server_process import started
-from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
+from tests.lab.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
 pytestmark = pytest.mark.process
 

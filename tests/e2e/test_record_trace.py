@@ -6,8 +6,8 @@ import random
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
-from fastdeploy_kvcache_v1.replay.trace import read_trace
+from fastdeploy_kvcache_v1.lab.replay.driver import Replay, ReplayOptions
+from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
 from tests.e2e.server_process import refusal, started, wait_until
 
 pytestmark = pytest.mark.process

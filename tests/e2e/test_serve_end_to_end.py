@@ -9,8 +9,8 @@ import openai
 import psutil
 import pytest
 
-from fastdeploy_kvcache_v1.embedded import http_server
-from fastdeploy_kvcache_v1.embedded.worker import client as worker_client
+from fastdeploy_kvcache_v1.lab.server import http_server
+from fastdeploy_kvcache_v1.lab.server.worker import client as worker_client
 from tests.e2e.server_process import ServerProcess, started, wait_until
 
 pytestmark = pytest.mark.process

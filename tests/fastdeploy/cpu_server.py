@@ -21,8 +21,8 @@ import httpx
 import psutil
 from openai import OpenAI
 
-from fastdeploy_kvcache_v1.copy_totals import CopyTotals, RankCopies
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.settings import free_ports
+from fastdeploy_kvcache_v1.contract.copy_totals import CopyTotals, RankCopies
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.settings import free_ports
 from tests.e2e.server_process import EXIT_TIMEOUT_S, ServerProcess
 
 from .fastdeploy_trees import ROOT, tree

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import supervisor
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import supervisor
 from tests.mooncake_master import free_port, needs_mooncake
 
 from .cpu_server import wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ModelFetchError
-from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2, fetch
+from fastdeploy_kvcache_v1.lab.hub.smollm2 import SMOLLM2, fetch
 
 from .cpu_server import BLOCK_SIZE, ask, started, wait_until
 

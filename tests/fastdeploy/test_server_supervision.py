@@ -14,9 +14,9 @@ import psutil
 import pytest
 from openai import OpenAIError
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import leftovers
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.supervisor import UNHEALTHY_S
-from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import leftovers
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.supervisor import UNHEALTHY_S
+from fastdeploy_kvcache_v1.lab.model.random_directory import write_random_directory
 from tests.storage.attention_store.stand_in import environment as sdk
 from tests.storage.attention_store.stand_in import set_faults
 

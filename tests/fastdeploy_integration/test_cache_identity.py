@@ -5,11 +5,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import CacheAccess
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import cache_identity
 from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS, MAX_SALT_CHARACTERS
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
-from fastdeploy_kvcache_v1.metadata import CacheAccess
 
 ASKED = {
     "cache_salt": "s",

@@ -13,7 +13,16 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from fastdeploy_kvcache_v1.copy_totals import CopyTotals, RankCopies
+from fastdeploy_kvcache_v1.contract.copy_totals import CopyTotals, RankCopies
+from fastdeploy_kvcache_v1.contract.messages import (
+    EVICT,
+    SWAP_IN,
+    CopyPath,
+    PassProgress,
+    TransferReport,
+    TransferResult,
+)
+from fastdeploy_kvcache_v1.contract.timings import PrefillTime
 from fastdeploy_kvcache_v1.errors import ConfigError, MessageVersionError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import MAX_SOCKET_PATH, VERSION, CopyReport, socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import copy_reports
@@ -24,8 +33,6 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import (
     MAX_UNTOLD_TIMES,
     CopyReporter,
 )
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CopyPath, PassProgress, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.timings import PrefillTime
 
 LIMIT_S = 30.0
 

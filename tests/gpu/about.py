@@ -10,8 +10,8 @@ import cupy
 import numpy as np
 
 import fastdeploy_kvcache_v1
-from fastdeploy_kvcache_v1.worker.ops import trial
-from fastdeploy_kvcache_v1.worker.ops.cuda_copies import PTX
+from fastdeploy_kvcache_v1.worker.cuda import trial
+from fastdeploy_kvcache_v1.worker.cuda.copies import PTX
 
 
 def machine() -> dict[str, Any]:

@@ -11,8 +11,8 @@ import numpy as np
 from device import device_rows, host_rows, page_locked, runtime
 from kernels import kernel
 
+from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL
 from fastdeploy_kvcache_v1.worker.ops import LayerRows, plan_runs
-from fastdeploy_kvcache_v1.worker.ops.rates import KERNEL
 from fastdeploy_kvcache_v1.worker.runtime import Event
 
 DELAY_CYCLES = 100_000_000

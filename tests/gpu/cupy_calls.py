@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import cupy
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fastdeploy_kvcache_v1"
-WORKER = PACKAGE / "worker"
-FILES = [WORKER / f"{name}.py" for name in ("runtime/cuda", "runtime/copy_trial", "ops/cuda_copies", "ops/trial")]
+CUDA = PACKAGE / "worker" / "cuda"
+FILES = [CUDA / f"{name}.py" for name in ("runtime", "trial_process", "copies", "trial")]
 FEWEST = 20
 METHODS = {"wait_event": cupy.cuda.Stream, "synchronize": cupy.cuda.Stream, "record": cupy.cuda.Event}
 """Methods of CuPy's objects, by names that nothing else in these files has."""

@@ -13,9 +13,9 @@ import cupy
 import numpy as np
 
 from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.cuda.rates import Rates, Timing
+from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows
-from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
-from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
 
 
 def only(way: str) -> Rates:

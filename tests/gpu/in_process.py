@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_kvcache_v1.worker.ops import driver
+from fastdeploy_kvcache_v1.worker.cuda import driver
 
 STAND_IN = Path(__file__).parent / "stand_in"
 

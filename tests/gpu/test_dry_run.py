@@ -13,7 +13,7 @@ from pathlib import Path
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.worker.ops.rates import WAYS
+from fastdeploy_kvcache_v1.worker.cuda.rates import WAYS
 from tests.gpu import suite
 from tests.gpu.in_process import STAND_IN
 

@@ -15,11 +15,11 @@ from plane_contract import expect
 from tensor import Tensor
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL
 from fastdeploy_kvcache_v1.worker.host_pool import HostPool
-from fastdeploy_kvcache_v1.worker.ops.rates import KERNEL
 from fastdeploy_kvcache_v1.worker.runtime.base import free_host_memory
 from fastdeploy_kvcache_v1.worker.slot_set import slot_set
 

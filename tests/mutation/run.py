@@ -123,13 +123,15 @@ def modules_of(name: str) -> list[Path]:
 
 
 def folder_of(module: Path) -> str:
-    """The folder below the package, or the module beside the folders that has tests of its own; else `.`."""
-    name = module.relative_to(PACKAGE).with_suffix("").parts[0]
-    return name if module.parent != PACKAGE or own_tests(name).is_file() else "."
+    """The folder below the package or `lab`, or a module beside these folders that has tests of its own; else `.`."""
+    parts = module.relative_to(PACKAGE).with_suffix("").parts
+    name = "/".join(parts[: 1 + (parts[0] == "lab")])
+    return name if (PACKAGE / name).is_dir() or own_tests(name).is_file() else "."
 
 
 def own_tests(name: str) -> Path:
-    return ROOT / "tests" / f"test_{name}.py"
+    folder, _, module = name.rpartition("/")
+    return ROOT / "tests" / folder / f"test_{module}.py"
 
 
 def tests_of(folder: str) -> list[str]:

@@ -8,12 +8,12 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelFetchError
-from fastdeploy_kvcache_v1.model import load_model_config
-from fastdeploy_kvcache_v1.model.llama import Llama
-from fastdeploy_kvcache_v1.model.step import SequenceSlice
-from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2, fetch
+from fastdeploy_kvcache_v1.lab.hub.smollm2 import SMOLLM2, fetch
+from fastdeploy_kvcache_v1.lab.model import load_model_config
+from fastdeploy_kvcache_v1.lab.model.llama import Llama
+from fastdeploy_kvcache_v1.lab.model.step import SequenceSlice
+from fastdeploy_kvcache_v1.lab.server.text import load_tokenizer
 from tests.e2e.server_process import started
 
 ORACLE = json.loads((Path(__file__).parent / "smollm2.json").read_text(encoding="utf-8"))

@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.cli import COMMANDS
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases
+from fastdeploy_kvcache_v1.lab.traffic import KINDS
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from fastdeploy_kvcache_v1.traffic import KINDS
 from tests.storage.values import namespace
 from tests.worker.ops.native import compiler
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "fastdeploy_kvcache_v1"
 PARTS = (PACKAGE, "custom_ops", "patches", f"{PACKAGE}.pth", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 COPIES = f"{PACKAGE}/worker/ops/_copy_rows.so"
-KERNEL = f"{PACKAGE}/worker/ops/copy_rows.ptx"
+KERNEL = f"{PACKAGE}/worker/cuda/copy_rows.ptx"
 OURS = "\nimport sys; print(sorted(name for name in sys.modules if name.startswith('fastdeploy_kvcache_v1')))"
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.errors import PoolInUseError
-from fastdeploy_kvcache_v1.metadata import (
+from fastdeploy_kvcache_v1.contract.messages import (
     Allocation,
     BlockHash,
     CacheAccess,
@@ -21,8 +20,9 @@ from fastdeploy_kvcache_v1.metadata import (
     SwapStep,
     TransferResult,
 )
+from fastdeploy_kvcache_v1.errors import PoolInUseError
+from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.run import Run
 
 

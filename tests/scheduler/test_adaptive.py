@@ -7,9 +7,9 @@ import random
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.metadata import BlockHash, NoSpace
+from fastdeploy_kvcache_v1.contract.messages import BlockHash, NoSpace
+from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
 
 from .scenario import cached, manager, run

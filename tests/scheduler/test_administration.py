@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel
 from fastdeploy_kvcache_v1.errors import ConfigError, PoolInUseError
-from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 from .scenario import block, play

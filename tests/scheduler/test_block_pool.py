@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdeploy_kvcache_v1.contract.messages import DeviceSlot, HostSlot
 from fastdeploy_kvcache_v1.errors import BlockPoolError
-from fastdeploy_kvcache_v1.metadata import DeviceSlot, HostSlot
 from fastdeploy_kvcache_v1.scheduler.block_pool import BlockPool
 
 

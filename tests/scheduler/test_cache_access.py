@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import CacheAccess
+from fastdeploy_kvcache_v1.contract.messages import CacheAccess
 from fastdeploy_kvcache_v1.scheduler.open_prefills import OpenPrefills
 
 from .scenario import limited, play, play_law, prompt

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.contract.messages import Allocation, NoSpace
 from fastdeploy_kvcache_v1.errors import BlockPoolError, CacheStateError, UnknownRequestError
-from fastdeploy_kvcache_v1.metadata import Allocation, NoSpace
+from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher, GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes
 
 from .scenario import manager, play, play_law, prompt
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel, DeviceSlot
 from fastdeploy_kvcache_v1.errors import InvariantError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.places import HostCopy, RunQueue
 from fastdeploy_kvcache_v1.scheduler.request_state import RequestState

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.timings import PrefillTime, positions
 from fastdeploy_kvcache_v1.scheduler.costs import FEWEST_TOKENS, PrefillCosts, TwoTermFit
-from fastdeploy_kvcache_v1.timings import PrefillTime, positions
 
 
 def test_what_computing_costs_is_known_after_a_pass_of_some_tokens() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel
+from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel
 from fastdeploy_kvcache_v1.scheduler import told_copies
 
 from .scenario import fail, play, play_law

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel, NoSpace
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
-from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel, NoSpace
 
 from .scenario import manager, play, play_law, prompt
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import Allocation, CacheLevel
+from fastdeploy_kvcache_v1.contract.messages import Allocation, CacheLevel
+from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.open_prefills import MOST_LOOKED_AT, OpenPrefills
 
 from .scenario import fail, manager, prompt, run

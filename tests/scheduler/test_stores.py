@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import StoreSource
 from fastdeploy_kvcache_v1.errors import BlockPoolError, CacheStateError
-from fastdeploy_kvcache_v1.metadata import StoreSource
 from fastdeploy_kvcache_v1.scheduler.block_pool import BlockPool
 
 from .scenario import block, play, play_law, prompt

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.metadata import EVICT, BlockHash, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import EVICT, BlockHash, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, ReadStorageTask, WriteDone, WriteStorageTask
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.metadata import BlockHash
+from fastdeploy_kvcache_v1.contract.messages import BlockHash
 from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageBackend, StoreKey
 from fastdeploy_kvcache_v1.storage.namespace import Namespace, block_key
 from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES, is_sealed, seal

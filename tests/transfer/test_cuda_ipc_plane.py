@@ -17,9 +17,9 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefus
 from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
 from fastdeploy_kvcache_v1.transfer.peer_memory import Gpu, PeerMemory
-from fastdeploy_kvcache_v1.worker.ops import trial
-from fastdeploy_kvcache_v1.worker.ops.driver import Driver
-from fastdeploy_kvcache_v1.worker.ops.rates import Rates
+from fastdeploy_kvcache_v1.worker.cuda import trial
+from fastdeploy_kvcache_v1.worker.cuda.driver import Driver
+from fastdeploy_kvcache_v1.worker.cuda.rates import Rates
 from tests.gpu.plane_contract import WIDTHS, canaries, everything, soon, whole_blocks
 from tests.transfer.planes import CudaIpc
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1 import metadata
+from fastdeploy_kvcache_v1.contract import messages
+from fastdeploy_kvcache_v1.contract.messages import NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError, UnsupportedCopyError
-from fastdeploy_kvcache_v1.metadata import NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.worker_fakes import NumpyBackend, evict, swap_in
@@ -32,8 +32,8 @@ def test_a_bad_step_changes_nothing(rig, out, into, message):
 
 def test_a_kind_of_copy_without_a_path_is_an_error_that_names_it(rig, monkeypatch):
     store = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.STORAGE, (0,), (0,))
-    order = (store.kind, *metadata.COPY_ORDER)
-    monkeypatch.setattr(metadata, "COPY_ORDER", order)  # a kind that the worker does not know yet
+    order = (store.kind, *messages.COPY_ORDER)
+    monkeypatch.setattr(messages, "COPY_ORDER", order)  # a kind that the worker does not know yet
     with pytest.raises(UnsupportedCopyError, match="from the host tier to the storage tier"):
         rig.submit(store, swap_in((0,), (1,)))
     assert rig.controller.transfers.num_unreported == 0, "the other copies of the step are not started either"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import NO_EVICT, NO_SWAP_IN, CacheLevel
 from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
-from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel
 from fastdeploy_kvcache_v1.worker import transfer_manager
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, cpu

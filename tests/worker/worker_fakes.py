@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec, tensor_name
-from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.worker.runtime import Runtime

@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from fastdeploy_kvcache_v1.batch_request import BatchRequest
-from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
-from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
+from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.contract.messages import CacheAccess
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.metadata import CacheAccess
-from fastdeploy_kvcache_v1.model.sampler import SamplingParams
-from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
-from fastdeploy_kvcache_v1.model.step_runner import StepRunner
+from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
+from fastdeploy_kvcache_v1.lab.model.step import StepResult, StepTask
+from fastdeploy_kvcache_v1.lab.model.step_runner import StepRunner
+from fastdeploy_kvcache_v1.lab.server.engine.engine_core import EngineCore
+from fastdeploy_kvcache_v1.lab.server.engine.generation import Delta, Failure, Generation, GenerationRequest
+from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.transfer.rank_messages import TransferNews
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.runtime import Event
-from tests.embedded.random_text import byte_stream
+from tests.lab.server.random_text import byte_stream
 
 from .chance import pick
 from .clients import Request

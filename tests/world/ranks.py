@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.contract.messages import TransferReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import NO_NEWS, CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
-from fastdeploy_kvcache_v1.metadata import TransferReport
 
 from .memory import GARBAGE, UNWRITTEN, Prefix, Tags, WrongError
 from .store import RankMemory

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastdeploy_kvcache_v1.batch_request import BatchRequest
-from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure
-from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer, PrefillJob
-from fastdeploy_kvcache_v1.model.step import StepResult
+from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.lab.model.step import StepResult
+from fastdeploy_kvcache_v1.lab.server.engine.generation import Delta, Failure
+from fastdeploy_kvcache_v1.lab.server.prefill_job import PrefillAnswer, PrefillJob
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, OpenLease, StartFetch, TransferNews, WithdrawLease

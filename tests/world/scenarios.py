@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
-from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import EngineStorage
+from fastdeploy_kvcache_v1.lab.server.engine.offered_prefills import OfferedPrefills
+from fastdeploy_kvcache_v1.lab.server.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel, NoSpace, SwapStep, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel, NoSpace, SwapStep, TransferResult
+from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.run import DEVICE
 
 PROMPTS = {"a": ("0", "01"), "b": ("0", "02")}

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
-from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreDone, UseNamespace
 

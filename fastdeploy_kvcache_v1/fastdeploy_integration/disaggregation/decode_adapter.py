@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...contract.messages import DeviceSlot, NoSpace, SwapStep
 from ...errors import CacheStateError, InvariantError
-from ...metadata import DeviceSlot, NoSpace, SwapStep
 from ...transfer.rank_messages import TransferNews
 from ..engine.adapter import PrefixCacheAdapter
 from ..engine.record import Record

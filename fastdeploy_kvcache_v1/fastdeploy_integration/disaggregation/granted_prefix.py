@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...metadata import MatchResult
+from ...contract.messages import MatchResult
 from ..engine.record import Record
 from ..engine.task_tokens import TaskTokens
 

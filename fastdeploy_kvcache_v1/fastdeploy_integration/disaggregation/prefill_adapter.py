@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...metadata import DeviceSlot, MatchResult
+from ...contract.messages import DeviceSlot, MatchResult
 from ..engine.adapter import PrefixCacheAdapter
 from ..engine.hit_rates import match_metrics
 from ..task_kind import TaskKind

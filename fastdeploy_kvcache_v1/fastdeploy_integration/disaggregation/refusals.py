@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..cpu_worker import RUN_DIRECTORY
+from ..settings import RUN_DIRECTORY
 from .settings import CUDA_IPC, PLANE
 
 THROUGH_HOST = ("file", "mooncake")

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 
 from ...errors import CacheStateError
-from ...metric_table import Source
+from ...telemetry.metric_table import Source
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from ...transfer.role_info import RankInfo, RoleInfo
 from ..copy_report import socket_path
-from ..cpu_worker import log_directory
 from ..engine.copy_reports import make_private
 from ..engine.patches import EnginePrefixCache
 from ..engine.storage import EngineStorage
+from ..settings import log_directory
 from . import settings
 from .decode_adapter import DecodeAdapter
 from .grants import Grants

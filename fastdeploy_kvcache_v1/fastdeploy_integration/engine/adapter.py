@@ -20,11 +20,11 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from ...config import KVCacheConfig
+from ...contract.messages import DeviceSlot, MatchResult, NoSpace, SwapStep, TransferResult
+from ...contract.timings import PrefillTime
 from ...errors import BlockPoolError, CacheStateError, InvariantError
-from ...metadata import DeviceSlot, MatchResult, NoSpace, SwapStep, TransferResult
 from ...scheduler.cache_manager import CacheManager
 from ...scheduler.costs import PrefillCosts
-from ...timings import PrefillTime
 from ..transport import RunningRow, SwapOutbox
 from .hit_rates import HitRates, match_metrics
 from .kept_hashes import KeptHashes

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import zmq
 
+from ...contract.messages import CacheLevel, PassProgress, TransferResult
+from ...contract.timings import PrefillTime
 from ...errors import ConfigError, MessageVersionError
-from ...metadata import CacheLevel, PassProgress, TransferResult
-from ...timings import PrefillTime
 from ..copy_report import CopyReport
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...metadata import CacheLevel, DeviceSlot, MatchResult
+from ...contract.messages import CacheLevel, DeviceSlot, MatchResult
 
 WINDOW = 10_000
 """Matches after which FastDeploy counts anew."""

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ...contract.messages import DeviceSlot, NoSpace
 from ...errors import CacheStateError, InvariantError
-from ...metadata import DeviceSlot, NoSpace
 from ...scheduler.cache_manager import CacheManager
 
 logger = logging.getLogger(__name__)

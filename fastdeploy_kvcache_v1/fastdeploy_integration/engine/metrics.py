@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from ...contract.messages import CopyPath
 from ...forks import look_for_lock_of_values
-from ...metadata import CopyPath
-from ...metric_table import COPY_PATH, STORAGE_BUCKETS_S, STORAGE_LATENCY, Kind, Metric, Source, rows
 from ...storage.engine.tier import StorageTier
-from ...trace_recorder import TraceRecorder
+from ...telemetry.metric_table import COPY_PATH, STORAGE_BUCKETS_S, STORAGE_LATENCY, Kind, Metric, Source, rows
+from ...telemetry.trace_recorder import TraceRecorder
 from ..copy_report import CopyReport
 from ..overlay.overlay import Overlay
 from .adapter import PrefixCacheAdapter

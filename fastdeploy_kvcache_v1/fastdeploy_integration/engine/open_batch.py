@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
+from ...contract.messages import BlockHash
 from ...errors import InvariantError
-from ...metadata import BlockHash
 from ...scheduler.open_prefills import OpenPrefills
 
 

@@ -16,12 +16,12 @@ import zmq
 
 from ... import __version__
 from ...config import KVCacheConfig, WritePolicy
+from ...contract.messages import CacheLevel
 from ...errors import ConfigError, KVCacheError, StorageError
-from ...metadata import CacheLevel
 from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
-from ...trace_recorder import VARIABLE as RECORD_VARIABLE
-from ...trace_recorder import TraceRecorder
+from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
+from ...telemetry.trace_recorder import TraceRecorder
 from .. import settings, storage_channel, swap_space
 from ..copy_report import socket_path
 from ..overlay import overlay

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ...scheduler.cache_utils import MultimodalItem
+from ...scheduler.block_hashing import MultimodalItem
 
 if TYPE_CHECKING:
     import numpy as np

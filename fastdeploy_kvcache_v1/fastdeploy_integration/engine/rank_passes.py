@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...metadata import PassProgress
+from ...contract.messages import PassProgress
 from ...storage.engine.open_passes import Passes
 
 

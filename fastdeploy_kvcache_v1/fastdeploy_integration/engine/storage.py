@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...contract.messages import SwapStep, TransferReport
 from ...errors import KVCacheError, StorageError
-from ...metadata import SwapStep, TransferReport
 from ...storage.engine.link import Answer, StorageLink
 from ...storage.engine.tier import StorageTier
 from ...storage.messages import Connect, Connected

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...scheduler.cache_utils import HASH_VERSION
+from ...scheduler.block_hashing import HASH_VERSION
 from ...storage.model_digest import model_digest, numeric_variables, paddle_version, processor
 from ...storage.namespace import Namespace
 from ..overlay import overlay

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ...contract.messages import BlockHash, CacheAccess
 from ...errors import ConfigError
-from ...metadata import BlockHash, CacheAccess
-from ...scheduler.cache_utils import BlockHasher
+from ...scheduler.block_hashing import BlockHasher
 from ..cache_identity import access_of, salt_of
 from .prompt_inputs import PromptInputs, inputs_of
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class TaskTokens:
-    """Satisfies `metadata.BlockHashes` for a FastDeploy `Request`; `catch_up` hashes the tokens that are new.
+    """Satisfies `messages.BlockHashes` for a FastDeploy `Request`; `catch_up` hashes the tokens that are new.
 
     A request whose tokens cannot be hashed (overlapping images, negative ids, a salt that is no text, whatever else a
     client sent) is served without caching; one with features that are not here yet, as far as the first of them.

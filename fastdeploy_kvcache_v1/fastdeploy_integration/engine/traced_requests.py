@@ -6,7 +6,7 @@ import re
 import time
 from typing import Any
 
-from ...trace_recorder import Ticket, TraceRecorder
+from ...telemetry.trace_recorder import Ticket, TraceRecorder
 from .task_tokens import TaskTokens
 
 ID_WITH_USER = re.compile(r"(chat)?cmpl-(?P<user>.+)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(_\d+)?", re.DOTALL)

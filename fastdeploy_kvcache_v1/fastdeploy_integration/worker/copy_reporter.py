@@ -11,9 +11,9 @@ from pathlib import Path
 
 import zmq
 
-from ...copy_totals import RankCopies
-from ...metadata import CopyPath, PassProgress, TransferReport, TransferResult
-from ...timings import PrefillTime
+from ...contract.copy_totals import RankCopies
+from ...contract.messages import CopyPath, PassProgress, TransferReport, TransferResult
+from ...contract.timings import PrefillTime
 from ..copy_report import CopyReport
 
 MAX_UNSENT_REPORTS = 64

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ...metadata import PassProgress
+from ...contract.messages import PassProgress
 from ...worker.runtime import Event
 
 EVERY_S = 0.02

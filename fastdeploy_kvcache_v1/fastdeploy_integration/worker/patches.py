@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ConfigError
-from ...worker.ops import trial
+from ...worker.cuda import trial
+from ...worker.cuda.runtime import CudaRuntime, use_device
 from ...worker.ops.copies import both_ways, chosen
-from ...worker.runtime import CudaRuntime, Runtime
-from ...worker.runtime.cuda import use_device
+from ...worker.runtime import Runtime
 from .. import settings
 from ..backends import DSA, MLA, cache_backend
 from ..copy_report import socket_path

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...metadata import CacheLevel
+from ...contract.messages import CacheLevel
 from ...storage.agent import StorageAgent
 from ...storage.attention_store.agent import AttentionStoreAgent
 from ...storage.attention_store.sdk import DeviceCaches

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...attention.base import AttentionCacheBackend, CacheLayout
+from ...contract.messages import CacheLevel, TransferReport
 from ...errors import CacheStateError, ConfigError, TransferError
-from ...metadata import CacheLevel, TransferReport
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
 from ...worker.runtime import Runtime

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...metadata import BlockHash
+from ...contract.messages import BlockHash
 from ..run import Run
 from .ages import LiveAges
 from .judge import Judge

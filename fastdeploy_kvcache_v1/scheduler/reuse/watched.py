@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from ...metadata import BlockHash
+from ...contract.messages import BlockHash
 
 PER_OCTAVE = 4
 DEEPEST = 1 << 26

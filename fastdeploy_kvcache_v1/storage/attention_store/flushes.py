@@ -6,8 +6,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ...contract.messages import BlockHashes
 from ...errors import ConfigError
-from ...metadata import BlockHashes
 from ...scheduler.cache_manager import CacheManager
 from ..engine.breaker import Breaker
 from ..engine.counters import StorageCounters

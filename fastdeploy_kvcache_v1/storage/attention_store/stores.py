@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ...metadata import BlockHash, BlockHashes, CacheLevel, TransferResult
+from ...contract.messages import BlockHash, BlockHashes, CacheLevel, TransferResult
 from ...scheduler.cache_manager import CacheManager
 from ..engine.breaker import Breaker, of_rank
 from ..engine.counters import StorageCounters

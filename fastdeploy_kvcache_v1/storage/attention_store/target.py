@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...metadata import BlockHash, BlockHashes, CacheLevel
+from ...contract.messages import BlockHash, BlockHashes, CacheLevel
 from ...scheduler.cache_manager import CacheManager
 from ..engine.counters import StorageCounters
 from ..engine.link import Link

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...metadata import BlockHashes
+from ...contract.messages import BlockHashes
 from ..engine.store_side import StoreSide
 from ..engine.target import Target
 from ..engine.tier import StorageTier

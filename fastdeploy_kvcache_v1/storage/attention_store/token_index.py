@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ...metadata import BlockHash, CacheEvent, CacheLevel
-from ...scheduler.cache_utils import TOKEN_TYPE
+from ...contract.messages import BlockHash, CacheEvent, CacheLevel
+from ...scheduler.block_hashing import TOKEN_TYPE
 from ..engine.target import Prefix
 
 __all__ = ["Statement", "TokenIndex"]

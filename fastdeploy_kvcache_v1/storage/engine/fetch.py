@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...metadata import BlockHash
+from ...contract.messages import BlockHash
 from .target import Prefix
 
 __all__ = ["Fetch", "Piece"]

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ...metadata import BlockHash, BlockHashes, CacheLevel, LoadSlots
+from ...contract.messages import BlockHash, BlockHashes, CacheLevel, LoadSlots
 from ...scheduler.cache_manager import CacheManager
 from ..messages import LoadDone, QueryDone
 from ..settings import Prefetch, StorageSettings

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import zmq
 
-from ...metadata import BlockHash
+from ...contract.messages import BlockHash
 from ..base import StorageBackend, StoreKey
 from ..lane import Lane
 from ..messages import Connected, LaneConnected, LoadDone, QueryDone, StoreDone, UseNamespace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from ...metadata import EVICT, SwapStep, TransferReport
+from ...contract.messages import EVICT, SwapStep, TransferReport
 
 __all__ = ["OpenCopies"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ...metadata import BlockHashes, TransferResult
+from ...contract.messages import BlockHashes, TransferResult
 from ..messages import StoreDone
 
 __all__ = ["StoreSide"]

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ...metadata import BlockHash
+from ...contract.messages import BlockHash
 from ...scheduler.cache_manager import CacheManager
 from ..messages import StoreBlocks, StoreDone
 from .breaker import Breaker, of_rank

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...metadata import BlockHash, BlockHashes, CacheLevel
+from ...contract.messages import BlockHash, BlockHashes, CacheLevel
 from ...scheduler.cache_manager import CacheManager
 from ..messages import LoadBlocks
 from .link import Link

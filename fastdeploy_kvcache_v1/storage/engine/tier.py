@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ...metadata import BlockHashes, SwapStep, TransferReport
+from ...contract.messages import BlockHashes, SwapStep, TransferReport
 from ...scheduler.cache_manager import CacheManager
 from ..messages import LoadDone, QueryDone, StoreDone, UseNamespace
 from ..namespace import Namespace

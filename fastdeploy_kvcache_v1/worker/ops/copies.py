@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ...contract.messages import CopyPath
 from ...errors import CacheStateError, ConfigError
-from ...metadata import CopyPath
 from .rows import BlockRows, CopyRuns, LayerRows
 
 CHOICE = "FASTDEPLOY_KVCACHE_OPS"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...contract.slot_array import SlotArray
 from ...errors import CacheStateError, ConfigError
-from ...slot_array import SlotArray
 from ..slot_set import SlotSet, slot_set
 
 ByteRows = npt.NDArray[np.uint8]

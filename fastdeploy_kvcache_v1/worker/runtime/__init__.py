@@ -1,7 +1,6 @@
-"""Streams and events behind one interface: threads on a CPU, CuPy on a GPU (imported only when one is made)."""
+"""Streams and events behind one interface: threads on a CPU; `worker/cuda` has those of a GPU."""
 
 from .base import Event, Runtime, Stream
 from .cpu import CpuRuntime
-from .cuda import CudaRuntime
 
-__all__ = ["CpuRuntime", "CudaRuntime", "Event", "Runtime", "Stream"]
+__all__ = ["CpuRuntime", "Event", "Runtime", "Stream"]

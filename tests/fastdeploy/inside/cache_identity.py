@@ -8,11 +8,11 @@ import pytest
 import fastdeploy  # noqa: F401  (first: its modules import each other in a circle)
 from fastdeploy.engine.request import Request
 from fastdeploy.entrypoints.openai.protocol import BatchRequestInput, ChatCompletionRequest, CompletionRequest
+from fastdeploy_kvcache_v1.contract.messages import CacheAccess
 from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SWAP_ATTRIBUTE
-from fastdeploy_kvcache_v1.metadata import CacheAccess
-from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 
 TOKENS = list(range(10))
 MESSAGES = [{"role": "user", "content": "x"}]

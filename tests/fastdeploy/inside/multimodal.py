@@ -35,7 +35,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import prompt_inputs
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCacheAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
-from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from tests.fastdeploy.real_manager import BLOCK_SIZE, make_manager, make_request
 from tests.fastdeploy.scene import Scene
 

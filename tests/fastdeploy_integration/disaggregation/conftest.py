@@ -1,4 +1,4 @@
-from tests.fastdeploy_integration.cpu_worker.runners import expected, model
+from tests.lab.fastdeploy_cpu.runners import expected, model
 
 from .role_pairs import make_pair, pair
 

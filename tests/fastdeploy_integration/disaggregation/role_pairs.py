@@ -13,8 +13,8 @@ from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
-from tests.fastdeploy_integration.cpu_worker.host_tasks import prefill
-from tests.fastdeploy_integration.cpu_worker.runners import PROMPT, injected, run, start_runner
+from tests.lab.fastdeploy_cpu.host_tasks import prefill
+from tests.lab.fastdeploy_cpu.runners import PROMPT, injected, run, start_runner
 from tests.transfer.planes import HOST, SECRET
 
 SLOTS = [3, 1, 8]

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import EVICT, TransferResult
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import INPUTS, KEY, name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
-from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
 from tests.fastdeploy_integration.engine.by_hand import Control, Kind, Status
 

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import LOG_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, place, ranks, role_caches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
@@ -20,6 +19,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engin
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
+from fastdeploy_kvcache_v1.fastdeploy_integration.settings import LOG_DIRECTORY
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry, RoleGeometry
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd

@@ -7,8 +7,8 @@ import pytest
 from fastdeploy_kvcache_v1.errors import LayerSwapTimeoutError
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from fastdeploy_kvcache_v1.worker.runtime import cpu
-from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, PREEMPTED, other, prefill
-from tests.fastdeploy_integration.cpu_worker.runners import BLOCK, LONG, PROMPT, run, tokens, with_swaps
+from tests.lab.fastdeploy_cpu.host_tasks import ABORT, PREEMPTED, other, prefill
+from tests.lab.fastdeploy_cpu.runners import BLOCK, LONG, PROMPT, run, tokens, with_swaps
 from tests.transfer.planes import HOST
 
 

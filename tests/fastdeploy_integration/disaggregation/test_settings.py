@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import RUN_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.refusals import role_refusals
+from fastdeploy_kvcache_v1.fastdeploy_integration.settings import RUN_DIRECTORY
 from tests.fastdeploy_integration.fd_configs import fd_config
 
 

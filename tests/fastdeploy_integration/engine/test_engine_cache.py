@@ -8,16 +8,16 @@ import zmq
 
 from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.timings import PrefillTime
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.storage_channel import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from fastdeploy_kvcache_v1.timings import PrefillTime
-from fastdeploy_kvcache_v1.trace_recorder import VARIABLE as RECORD_VARIABLE
+from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from fastdeploy_kvcache_v1.units import GIB
 from tests.fastdeploy_integration.fd_configs import fd_config
 from tests.fastdeploy_integration.test_copy_channel import wait_for

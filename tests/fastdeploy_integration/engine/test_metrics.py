@@ -4,13 +4,13 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
-from fastdeploy_kvcache_v1.copy_totals import RankCopies
+from fastdeploy_kvcache_v1.contract.copy_totals import RankCopies
+from fastdeploy_kvcache_v1.contract.messages import EVICT, CopyPath, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
-from fastdeploy_kvcache_v1.metadata import EVICT, CopyPath, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.metric_table import PREFIX, Kind, Source, rows
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
+from fastdeploy_kvcache_v1.telemetry.metric_table import PREFIX, Kind, Source, rows
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import PassProgress
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
-from fastdeploy_kvcache_v1.metadata import PassProgress
 from tests.world.streams import Clock
 
 IDLE = True

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.swap_message import encode
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.running_rows import running_rows
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import (
     ROWS_ATTRIBUTE,
@@ -15,8 +17,6 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import (
     take_off,
     take_running,
 )
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
-from fastdeploy_kvcache_v1.swap_message import encode
 
 STEP = SwapStep.of(0, CacheSwapMetadata(*EVICT, (1,), (2,)), CacheSwapMetadata(*SWAP_IN, (3,), (5,)))
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import EVICT, PassProgress, SwapStep, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.errors import ModelError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter, seats
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
@@ -12,7 +13,6 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import storage as stora
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import MOST_HELD, EngineStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
-from fastdeploy_kvcache_v1.metadata import EVICT, PassProgress, SwapStep, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.storage.messages import Connect, Connected
 from tests.storage.values import namespace
 

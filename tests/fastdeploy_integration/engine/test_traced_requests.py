@@ -7,7 +7,7 @@ import time
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.traced_requests import TracedRequests
-from fastdeploy_kvcache_v1.trace_recorder import TraceRecorder
+from fastdeploy_kvcache_v1.telemetry.trace_recorder import TraceRecorder
 
 from .by_hand import Server
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.errors import OverlayError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import (
     OVERRIDE,
@@ -21,6 +20,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import (
     installed_fastdeploy,
 )
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Kind, known_releases, load_table, table_for
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
 from tests.fastdeploy_integration import fake_fastdeploy
 
 SCHEDULE, HELPER, WAIT, *_ = fake_fastdeploy.rows("fakefd")
@@ -174,6 +174,7 @@ def test_an_unknown_release_names_those_that_work(find, message):
         find("1.0")
 
 
+INTEGRATION = "fastdeploy_kvcache_v1.fastdeploy_integration."
 OURS = [(table_for, each) for each in known_releases()]
 OURS += [(activation.table_for, each) for each in known_releases(activation.TABLE_NAME)]
 
@@ -184,7 +185,7 @@ def test_our_tables_name_functions_that_exist(find, release):
     assert table.release == release
     for row in table.rows:
         module, _, name = row.ours.partition(":")
-        assert module.startswith("fastdeploy_kvcache_v1.fastdeploy_integration.")
+        assert module.startswith("fastdeploy_kvcache_v1.lab." if find is activation.table_for else INTEGRATION)
         given = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
         expected = ["wrapped", "instance", "args", "kwargs"] if row.kind is Kind.WRAP else given[:1]
         assert given == expected != [], row.ours

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import PassProgress
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.pass_tracker import EVERY_S, IDLE_EVERY_S, PassTracker
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.prefill_timer import PrefillTimer
-from fastdeploy_kvcache_v1.metadata import PassProgress
-from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
+from tests.lab.fastdeploy_cpu.host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
 from tests.world.streams import Clock, VirtualDevice, VirtualStream
 
 

@@ -6,10 +6,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import SwapStep
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.causal_mask import init_flash_backend
-from fastdeploy_kvcache_v1.metadata import SwapStep
 from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
 from tests.flash_attention import flash
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel
 from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import storage as storage_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import DeviceStorage, HostStorage, rank_storage
-from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.fastdeploy_integration.fd_configs import fd_config
 

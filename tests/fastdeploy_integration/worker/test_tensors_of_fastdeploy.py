@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
-from fastdeploy_kvcache_v1.worker.ops.rates import Rates
+from fastdeploy_kvcache_v1.worker.cuda.rates import Rates
 from tests.fastdeploy_integration.fd_configs import fd_config
 
 # ---- backends with the attributes and shapes of FastDeploy's

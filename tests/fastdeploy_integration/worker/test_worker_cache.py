@@ -2,11 +2,11 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
-from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.fastdeploy_integration.worker.worker_caches import evict, register, swap_in, task
 from tests.world.streams import Clock, VirtualDevice

@@ -3,10 +3,10 @@
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CacheSwapMetadata
+from fastdeploy_kvcache_v1.contract.swap_message import START, encode
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata
-from fastdeploy_kvcache_v1.swap_message import START, encode
 from tests.fastdeploy_integration.engine.by_hand import FakeTask
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from fake_driver import ON_DEVICE, UUID, CUDARuntimeError
 from fake_driver import current as gpu
 
-from fastdeploy_kvcache_v1.worker.ops import driver
+from fastdeploy_kvcache_v1.worker.cuda import driver
 
 driver.address_of = gpu.address_of
 driver.driver.cache_clear()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import BlockHash
+from fastdeploy_kvcache_v1.contract.messages import BlockHash
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory, Stretch
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import CLASSES, MOST_USES
 from fastdeploy_kvcache_v1.scheduler.reuse.watched import Group, last_watched

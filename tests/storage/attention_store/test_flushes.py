@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import CacheEvent, CacheLevel
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.metadata import CacheEvent, CacheLevel
 from fastdeploy_kvcache_v1.storage.attention_store import flushes
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone
 from fastdeploy_kvcache_v1.storage.attention_store.token_index import Statement, TokenIndex

@@ -1,6 +1,6 @@
 """What storage may not take for filled. When it touches a slot at all, the world and test_tier show."""
 
-from fastdeploy_kvcache_v1.metadata import EVICT, CacheSwapMetadata, SwapStep, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import EVICT, CacheSwapMetadata, SwapStep, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.storage.engine.open_copies import OpenCopies
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import (
+from fastdeploy_kvcache_v1.contract.messages import (
     EVICT,
     SWAP_IN,
     CacheAccess,

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastdeploy_kvcache_v1.worker.cuda.copies import MOST_BATCHED
+from fastdeploy_kvcache_v1.worker.cuda.rates import Rates, Timing
+from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows
 from fastdeploy_kvcache_v1.worker.ops.copies import Copies, CpuCopies
-from fastdeploy_kvcache_v1.worker.ops.cuda_copies import MOST_BATCHED
-from fastdeploy_kvcache_v1.worker.ops.rates import Rates, Timing
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime, Runtime
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, Runtime
 from tests.gpu.stand_in.fake_driver import COMPUTE
 
 GAP = 64

@@ -18,7 +18,7 @@ def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, 
         monkeypatch.setenv(variable, "/nowhere/compiler")
     stale = tmp_path / "_copy_rows.so"
     stale.write_bytes(b"of yesterday")
-    missing = build.build_what_works(tmp_path, list(build.TARGETS))
+    missing = build.build_what_works({name: tmp_path / file for name, file in build.TARGETS.items()})
     assert set(missing) == set(build.TARGETS)
     assert list(tmp_path.iterdir()) == [], "none is better than a stale one"
 
@@ -59,7 +59,7 @@ def test_the_ptx_is_renewed_as_it_was(tmp_path):
     """By the nvcc that made it; another one may say the same in other words."""
     compiler("NVCC")
     build.build_ptx(tmp_path / "new.ptx")
-    new, shipped = (path.read_text() for path in (tmp_path / "new.ptx", build.PACKAGE_OPS / build.FILES["ptx"]))
+    new, shipped = (path.read_text() for path in (tmp_path / "new.ptx", build.IN_PACKAGE["ptx"]))
     assert new.splitlines()[0] == shipped.splitlines()[0]
     assert f".version {build.PTX_VERSION}\n" in new
     if re.findall("release .*", new) == re.findall("release .*", shipped):

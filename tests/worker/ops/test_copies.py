@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
+from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
 from fastdeploy_kvcache_v1.worker.ops import copies as module
 from fastdeploy_kvcache_v1.worker.ops import plan_runs
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies, cpu_paths
 from fastdeploy_kvcache_v1.worker.ops.paddle_ops import PaddleCopies
-from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.ops.copies import Memory, by, on_cpu
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
-from fastdeploy_kvcache_v1.metadata import CopyPath
+from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, paddle_ops, plan_runs, tensor_rows
 from fastdeploy_kvcache_v1.worker.ops.copies import CHOICE, cpu_paths
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.ops.copies import Memory
 from tests.worker.ops.native import build, compiler, run_python

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
+from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.worker_fakes import LIMIT_S
 

@@ -1,0 +1,336 @@
+"""Types and messages shared by the scheduler half and the worker half.
+
+Everything here is immutable, picklable and free of paddle, cupy and fastdeploy. The worker never sees the prefix
+tree: it receives `SwapStep`s and answers with `TransferResult`s.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType, Protocol
+
+from ..errors import UnsupportedCopyError
+from .timings import PrefillTime
+
+__all__ = [
+    "COPY_ORDER",
+    "EVICT",
+    "NO_EVICT",
+    "NO_SWAP_IN",
+    "SWAP_IN",
+    "Allocation",
+    "BlockHash",
+    "BlockHashes",
+    "CacheAccess",
+    "CacheEvent",
+    "CacheLevel",
+    "CacheSwapMetadata",
+    "CopyKind",
+    "CopyPath",
+    "DeviceSlot",
+    "HostSlot",
+    "LoadSlots",
+    "MatchResult",
+    "MatchedSpan",
+    "NoSpace",
+    "PassProgress",
+    "StoreSource",
+    "SwapStep",
+    "TransferReport",
+    "TransferResult",
+]
+
+BlockHash = NewType("BlockHash", bytes)
+"""Chained 32-byte SHA-256 digest that names a block together with its whole prefix."""
+
+DeviceSlot = NewType("DeviceSlot", int)
+"""Index of a block in the device caches (what block tables hold)."""
+
+HostSlot = NewType("HostSlot", int)
+"""Index of a block in the page-locked host pool."""
+
+
+class CacheLevel(enum.Enum):
+    """A tier that can hold a block's KV."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+class CacheAccess(NamedTuple):
+    """What a request may do with the cache: tiers, storage, and blocks that the same batch computes for another one."""
+
+    reads: bool = True
+    """False: all its tokens are computed, also after a preemption."""
+    writes: bool = True
+    """False: what it computes is never found, not even by itself."""
+
+
+class BlockHashes(Protocol):
+    """The hashed token sequence of a request; grows while the request generates.
+
+    `block_hashing.BlockHasher` computes it from token ids; `block_hashing.GivenHashes` wraps known hashes.
+    """
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        """One chained hash per *full* block, in prompt order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens so far, prompt and output, the last partial block included."""
+
+    @property
+    def num_plain_blocks(self) -> int:
+        """How many of the first full blocks are named by their token ids alone: no multimodal item, adapter or tenant
+        decides their bytes, too.
+        """
+
+    @property
+    def access(self) -> CacheAccess:
+        """Fixed for the life of the request."""
+
+
+class MatchedSpan(NamedTuple):
+    """Consecutive blocks of a match that the same tier serves."""
+
+    length: int
+    """In blocks."""
+    level: CacheLevel
+    """`HOST` if they need device slots and a copy into them; `DEVICE` also if another request of this step has planned
+    that copy already."""
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """What `CacheManager.match_prefix` found, in prompt order. The blocks stay pinned until the request ends."""
+
+    request_id: str
+    spans: tuple[MatchedSpan, ...]
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_device_blocks(self) -> int:
+        return sum(span.length for span in self.spans if span.level is CacheLevel.DEVICE)
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Device slots that the first `allocate` adds for blocks of the match."""
+        return self.num_blocks - self.num_device_blocks
+
+
+class Allocation(NamedTuple):
+    """Effects of one successful `CacheManager.allocate`."""
+
+    new_blocks: list[DeviceSlot]
+    """What this call added to the end of the request's block table (cached prefix blocks are not in it)."""
+    num_device_tokens: int
+    """Tokens served from the device tier; 0 after the request's first allocation."""
+    num_host_tokens: int
+    """Tokens whose swap-in from the host tier this allocation planned; 0 after the first allocation."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.num_device_tokens + self.num_host_tokens
+
+
+class NoSpace(NamedTuple):
+    """There are not enough slots. No state was changed."""
+
+    needed: int
+    available: int
+
+
+class LoadSlots(NamedTuple):
+    """What `CacheManager.begin_load` lends."""
+
+    slots: tuple[int, ...]
+    """Of the load's tier, for its first blocks in prompt order: fewer than it has blocks where room is short."""
+    after_step: int
+    """No byte may arrive before the worker has begun this swap step (-1: at once), and then only after the copies and
+    passes that use these slots by then: until that step their old content may still be read.
+    """
+
+
+class StoreSource(NamedTuple):
+    """Blocks that `CacheManager.begin_store` or `begin_device_store` keeps in their slots. None if they are gone."""
+
+    hashes: tuple[BlockHash, ...]
+    slots: tuple[int, ...]
+    """Where each of them is."""
+
+
+CopyKind = tuple[CacheLevel, CacheLevel]
+"""From which tier to which."""
+
+EVICT: CopyKind = (CacheLevel.DEVICE, CacheLevel.HOST)
+SWAP_IN: CopyKind = (CacheLevel.HOST, CacheLevel.DEVICE)
+
+COPY_ORDER: tuple[CopyKind, ...] = (EVICT, SWAP_IN)
+"""The order in which one step runs its copies; the step computes after all of them.
+
+A swap-in may fill a device slot that an eviction of the same step reads, and compute reads what swap-ins fill. A new
+kind of copy is one entry here and one copy path in the worker.
+"""
+
+
+@dataclass(frozen=True)
+class CacheSwapMetadata:
+    """Block copies of one kind: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
+
+    Target slots are unique within one object, so its copies may run in any order. Slots are a tuple, or a `SlotArray`
+    where they come from a message.
+    """
+
+    source: CacheLevel
+    target: CacheLevel
+    source_slots: Sequence[int] = ()
+    target_slots: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.source_slots) != len(self.target_slots):
+            raise ValueError(
+                f"swap metadata needs one target per source, got {len(self.source_slots)} and {len(self.target_slots)}"
+            )
+
+    @property
+    def kind(self) -> CopyKind:
+        return self.source, self.target
+
+    def __len__(self) -> int:
+        return len(self.source_slots)
+
+    def __bool__(self) -> bool:
+        return bool(self.source_slots)
+
+
+NO_EVICT = CacheSwapMetadata(*EVICT)
+NO_SWAP_IN = CacheSwapMetadata(*SWAP_IN)
+
+
+@dataclass(frozen=True)
+class SwapStep:
+    """All copies decided for one scheduling step. The worker runs `transfers` from the first to the last, then compute.
+
+    At most one transfer per kind, none empty, in `COPY_ORDER`; `ValueError` otherwise, `UnsupportedCopyError` for a
+    kind that `COPY_ORDER` lacks. Steps must reach the worker in `step` order, none twice: a later step's copies rely
+    on an earlier step's.
+    """
+
+    step: int
+    transfers: tuple[CacheSwapMetadata, ...] = ()
+
+    @classmethod
+    def of(cls, step: int, *transfers: CacheSwapMetadata) -> SwapStep:
+        """The `transfers` that copy anything, in the order in which a step runs them."""
+        return cls(step, tuple(sorted([each for each in transfers if each.source_slots], key=_rank)))
+
+    def __post_init__(self) -> None:
+        last = -1
+        for transfer in self.transfers:
+            rank = _rank(transfer)
+            if rank <= last or not transfer.source_slots:
+                kinds = [(each.source.value, each.target.value) for each in self.transfers]
+                raise ValueError(f"swap step {self.step} has copies that are empty, doubled or out of order: {kinds}")
+            last = rank
+
+    @property
+    def evict(self) -> CacheSwapMetadata:
+        """Its copies from the device to the host."""
+        return next((each for each in self.transfers if each.kind == EVICT), NO_EVICT)
+
+    @property
+    def swap_in(self) -> CacheSwapMetadata:
+        """Its copies from the host to the device."""
+        return next((each for each in self.transfers if each.kind == SWAP_IN), NO_SWAP_IN)
+
+    def __bool__(self) -> bool:
+        return bool(self.transfers)
+
+
+def _rank(transfer: CacheSwapMetadata) -> int:
+    # By identity: hashing members of an enum costs more than the rest of a step's bookkeeping.
+    for rank, (source, target) in enumerate(COPY_ORDER):
+        if transfer.source is source and transfer.target is target:
+            return rank
+    raise UnsupportedCopyError(transfer.source.value, transfer.target.value)
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """What became of one transfer of one `SwapStep`; failed ones invalidate their target slots."""
+
+    step: int
+    source: CacheLevel
+    target: CacheLevel
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    target_slots: tuple[int, ...] = field(default=())
+    """Filled for failed transfers only: the slots that hold no valid data."""
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+class PassProgress(NamedTuple):
+    """How far a rank's forward passes are. Times are those of `time.monotonic`, which processes of a machine share."""
+
+    step: int
+    """The last swap step that the rank had taken at time `at`; -1 for none."""
+    at: float
+    """Every pass that was submitted before has ended, on the device itself. Later ones know what `step` said."""
+    is_idle: bool = False
+    """Nothing ran at time `at`, and nothing will before the rank takes a later step."""
+
+
+class CopyPath(NamedTuple):
+    """A way in which a worker can copy blocks in one direction."""
+
+    direction: str
+    """`in`: into the device, `out`: out of it."""
+    name: str
+    """`c` or `numpy` on a CPU; on a GPU `kernel`, `batch` or `runs`."""
+    left: str = ""
+    """Why it is not used; empty for one that is used where it is the cheapest."""
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """Copies that ended since the last report."""
+
+    transfers: tuple[TransferResult, ...] = ()
+    exposed_wait_s: float = 0.0
+    """Seconds the compute stood still for copies since the last report."""
+    ended_through: int = -1
+    """No copy of this swap step or an earlier one runs any more, and what became of it is in this report or in an
+    earlier one. Copies that never reached the worker count as ended, too.
+    """
+    passes: PassProgress | None = None
+    """None without news, and from workers that are asked for none."""
+    prefills: tuple[PrefillTime, ...] = ()
+    """Passes of FastDeploy's workers that ended since the last report; the embedded engine has a clock of its own."""
+
+
+class CacheEvent(NamedTuple):
+    """A change that an outside index of this cache must learn, in order."""
+
+    kind: str
+    """`stored`, `removed`, or `cleared` (forget everything: the cache was reset or events were lost)."""
+    level: CacheLevel | None
+    hashes: tuple[BlockHash, ...] = ()
+    parent: BlockHash | None = None
+    """Hash of the block before the first stored one; None at the root and for other kinds."""

@@ -1,0 +1,141 @@
+"""Functions that the tables `patches/cpu-worker-*.toml` name: what differs without a GPU, and nothing else.
+
+Module globals of FastDeploy are replaced where it asks a global for something that a CPU does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from copy import copy
+from types import SimpleNamespace
+from typing import Any
+
+from ...errors import ConfigError
+from ...fastdeploy_integration.overlay.table import Where
+from ...switch import SWITCH
+from . import activation
+from .tasks import unsupported
+from .token_channel import get_output, unsupported_output
+
+LAUNCH = "fastdeploy_kvcache_v1.lab.fastdeploy_cpu.launch"
+
+_WORKER_COMMAND = re.compile(
+    r"^(?P<variables>(?:\w+=\S* +)*)(?P<python>\S+) (?:-u )? *-m paddle\.distributed\.launch --log_dir (?P<log>\S+) "
+    r"+--devices \S+ \S+/worker_process\.py (?P<arguments>.*) 2>(?P<errors>\S+)$",
+    re.DOTALL,
+)
+_SIZE = re.compile(r"--tensor_parallel_size (\d+)")
+
+
+def cpu_worker_command(command: str) -> str:
+    """The shell command that starts our worker, or one for each rank, with the arguments of FastDeploy's command.
+
+    `paddle.distributed.launch` cannot select a device here. Nobody reads the worker's output after its start, so it
+    goes to a file. Raises `ConfigError` for a command of unknown form.
+    """
+    found = _WORKER_COMMAND.match(command)
+    if found is None:
+        raise ConfigError(f"FastDeploy starts its worker in an unknown way: {command}: install a supported release")
+    part = found.groupdict()
+    size = _SIZE.search(part["arguments"])
+    if size is None or size[1] == "1":
+        role, output = "worker", f"{part['log']}/workerlog.0"
+    else:
+        role, output = f"ranks {size[1]} {part['log']}", os.devnull
+    return (
+        f"exec env {part['variables']}{part['python']} -u -m {LAUNCH} {role} {part['arguments']} "
+        f">{output} 2>{part['errors']}"
+    )
+
+
+def as_cuda(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps what switches features off on a platform that is not CUDA."""
+    platform = copy(wrapped.__globals__["current_platform"])  # itself but for one answer
+    platform.is_cuda = lambda: True
+    wrapped.__globals__["current_platform"] = platform
+    return wrapped(*args, **kwargs)
+
+
+def model_config(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Wraps the reading of a model's configuration. A real model computes, and caches, in float32 whatever its weights
+    are of: here the engine and the worker count the same bytes of a block.
+    """
+    wrapped(*args, **kwargs)
+    if not getattr(instance, "checksum_model", False):  # which every cache dtype suits
+        instance.dtype = "float32"
+
+
+def make_get_worker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces the choice of a worker class by platform."""
+
+    def get_worker(fd_config: Any, local_rank: int, rank: int) -> Any:
+        from .worker import CpuWorker
+
+        return CpuWorker(fd_config, local_rank, rank)
+
+    return get_worker
+
+
+def start_worker_service(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Wraps the start of the worker process: ours, instead of FastDeploy's."""
+
+    def start(command: str, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(cpu_worker_command(command), **options)
+
+    activation.require_complete(Where.ENGINE)
+    names = wrapped.__globals__
+    names["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        names["subprocess"] = subprocess
+
+
+def read_tokens(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps the thread that reads the worker's tokens: gives it the ops it imports."""
+    from fastdeploy.model_executor.ops import gpu
+
+    vars(gpu)["get_output"] = get_output
+    for name in ("get_output_ep", "get_output_topk", "speculate_get_output", "speculate_get_output_topk"):
+        vars(gpu)[name] = unsupported_output
+    return wrapped(*args, **kwargs)
+
+
+def check_parameters(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps the API server's last look at a request. Raises FastDeploy's own error, which its client gets as 400."""
+
+    def check(data: Any) -> Any:
+        name = unsupported(data)
+        if name is not None:
+            from fastdeploy.utils import ParameterError
+
+            raise ParameterError(name, f"the CPU worker has no {name}: leave it out")
+        return wrapped(data)
+
+    return check(*args, **kwargs)
+
+
+def make_cache_shape(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces the question to an attention backend, which cannot be imported. Only printed without swap space."""
+
+    def _get_kv_cache_shape(self: Any, max_block_num: int) -> tuple[list[int], list[int]]:
+        model = self.config.model_config
+        shape = [max_block_num, int(model.num_key_value_heads), self.cache_config.block_size, model.head_dim]
+        return shape, list(shape)
+
+    return _get_kv_cache_shape
+
+
+def launch_cache_manager(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Wraps the start of FastDeploy's own cache service, whose transfer process needs a GPU."""
+    if instance.num_cpu_blocks:
+        raise ConfigError(f"swap space on a CPU needs {SWITCH}=1")
+    wrapped.__globals__["get_all_visible_devices"] = str  # none: an empty string
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,213 @@
+"""Starts FastDeploy's API server with the CPU worker, watches it, and ends it: nothing of it outlives this process.
+
+`python -m ...fastdeploy_cpu.supervisor FLAGS` serves until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from ...errors import KVCacheError
+from ...extras import needed_by
+from ...fastdeploy_integration.engine.weight_updates import CLEARED as WEIGHTS_CLEARED
+from ...fastdeploy_integration.settings import LOG_DIRECTORY, RUN_DIRECTORY
+from ...switch import SWITCH
+from ..child_processes import end_process
+from ..model.config import load_model_config
+from . import SIGNALS
+from .leftovers import SHARED_MEMORY, adopt_orphans, end_processes, living_processes, remove_files
+from .settings import Settings, parse
+
+POLL_S = 0.2
+HEALTH_INTERVAL_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
+SETTLED_S = 1.0
+SETTLE_LIMIT_S = 20.0
+UNHEALTHY_S = 60.0
+"""The server is ended when every look at it for so long says that it is not healthy."""
+GRACE_S = 10.0
+"""How long the server may take to end by itself before it is killed."""
+
+EXIT_OK, EXIT_FAILED, EXIT_WRONG_SETTING = range(3)
+PROMETHEUS = "prometheus"
+OUTPUT = "api_server.out"
+LOGS = ("launch_worker.log", "workerlog.0", OUTPUT)
+"""Files that may tell why the server ended: its exit status is 0 even then."""
+LOG_TAIL = 15
+TRACKER = "resource_tracker"
+"""Of Python: of a rank that was killed it has two lines to say of each signal, last of all."""
+
+
+class CommandEnded(Exception):
+    """The command was told to end, or is gone."""
+
+
+def main() -> int:
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)  # they are the command's; not ignored, which children would inherit
+    try:
+        with needed_by("serve --fastdeploy-cpu", "embedded"):
+            return supervise(parse(sys.argv[1:]))
+    except KVCacheError as error:
+        print(f"fastdeploy-kvcache: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_WRONG_SETTING
+
+
+def supervise(settings: Settings) -> int:
+    """Serve until standard input ends: 0. Returns 1 when the server does not come up, dies, or stops answering.
+
+    Raises `ConfigError` when the server's directories cannot be made, or the model not be split.
+    """
+    adopt_orphans()
+    run_directory = Path(tempfile.mkdtemp(prefix="fd-cpu-"))
+    settings.log_directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return _serve(settings, run_directory)
+    except CommandEnded:
+        return EXIT_OK
+    finally:
+        end_processes()
+        remove_files(run_directory, settings.port, (settings.queue_port, settings.cache_queue_port))
+
+
+def pause(seconds: float) -> None:
+    """Raises `CommandEnded`."""
+    if select.select([sys.stdin], [], [], seconds)[0]:
+        raise CommandEnded
+
+
+def _serve(settings: Settings, run_directory: Path) -> int:
+    from ..model.random_directory import write_random_directory
+
+    model = settings.model or str(write_random_directory(run_directory / "random-model"))
+    if settings.tensor_parallel_size > 1:
+        load_model_config(Path(model)).shard(settings.tensor_parallel_size)  # the workers would say so after a minute
+    (run_directory / PROMETHEUS).mkdir()
+    with (settings.log_directory / OUTPUT).open("wb") as file:
+        server = subprocess.Popen(
+            _command(settings, model),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(settings, run_directory),
+            start_new_session=True,  # signals to its group do not reach us
+        )
+    try:
+        reason = _wait_ready(settings, server)
+        if reason is None:
+            wait_settled(lambda: len(living_processes()))
+            manager = "this package's cache manager" if settings.uses_our_manager else "FastDeploy's cache manager"
+            print(f"FastDeploy on the CPU, with {manager}: {settings.url} (logs: {settings.log_directory})", flush=True)
+            reason = _watch(settings, server)
+    finally:
+        end_process(server, GRACE_S)
+    print(f"fastdeploy-kvcache: error: {reason}; the logs are in {settings.log_directory}", file=sys.stderr)
+    for path in (settings.log_directory / name for name in LOGS):
+        if path.exists():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                lines = (line.rstrip() for line in file if TRACKER not in line)
+                print(f"--- {path.name}", *deque(lines, LOG_TAIL), sep="\n", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _command(settings: Settings, model: str) -> list[str]:
+    return [
+        sys.executable,
+        "-u",
+        "-m",
+        f"{__package__}.launch",
+        "api",
+        *("--model", model, "--host", settings.host, "--port", str(settings.port)),
+        *("--engine-worker-queue-port", str(settings.queue_port)),
+        *("--cache-queue-port", str(settings.cache_queue_port)),
+        *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
+        *settings.passed_on,
+    ]
+
+
+def _environment(settings: Settings, run_directory: Path) -> dict[str, str]:
+    return {
+        # The zmq output path differs from production's, and the asynchronous engine starts its worker elsewhere.
+        "FD_USE_GET_SAVE_OUTPUT_V1": "0",
+        "FD_ENABLE_ASYNC_LLM": "0",
+        **os.environ,
+        SWITCH: "1" if settings.uses_our_manager else "0",
+        RUN_DIRECTORY: str(run_directory),
+        LOG_DIRECTORY: str(settings.log_directory),
+        "TMPDIR": str(run_directory),
+        "PROMETHEUS_MULTIPROC_DIR": str(run_directory / PROMETHEUS),
+    }
+
+
+def _wait_ready(settings: Settings, server: subprocess.Popen[bytes]) -> str | None:
+    """None once it answers, else why it never will."""
+    deadline = time.monotonic() + settings.start_timeout_s
+    while not _is_healthy(settings):
+        if server.poll() is not None:
+            return f"FastDeploy's server ended during its start (status {server.returncode})"
+        if time.monotonic() > deadline:
+            return f"FastDeploy's server was not ready after {settings.start_timeout_s:g} s (--start-timeout)"
+        pause(POLL_S)
+    return None
+
+
+def wait_settled(count: Callable[[], int]) -> None:
+    """Until `count`, of the server's processes, stops changing, within bounds.
+
+    The first API process answers while the server is still forking the others.
+    """
+    deadline = time.monotonic() + SETTLE_LIMIT_S
+    last, unchanged_since = count(), time.monotonic()
+    while time.monotonic() < min(deadline, unchanged_since + SETTLED_S):
+        pause(POLL_S)
+        if (now := count()) != last:
+            last, unchanged_since = now, time.monotonic()
+
+
+def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
+    """Returns why it has to be ended. Counts looks, not time: after a pause of the machine the server gets another."""
+    last_look, sick_looks = time.monotonic(), 0
+    while server.poll() is None:
+        pause(POLL_S)
+        if time.monotonic() - last_look < HEALTH_INTERVAL_S:
+            continue
+        last_look = time.monotonic()
+        is_well = _is_healthy(settings) or _are_weights_cleared(settings)
+        sick_looks = 0 if is_well else sick_looks + 1
+        if sick_looks * HEALTH_INTERVAL_S > UNHEALTHY_S:
+            return f"FastDeploy's server has not been healthy for {UNHEALTHY_S:g} s"
+    return f"FastDeploy's server ended (status {server.returncode})"
+
+
+def _is_healthy(settings: Settings) -> bool:
+    connection = http.client.HTTPConnection(settings.host, settings.port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _are_weights_cleared(settings: Settings) -> bool:
+    """By FastDeploy's legacy API, which calls that unhealthy. It lasts until the weights are back."""
+    try:
+        status = (SHARED_MEMORY / f"model_weights_status.{settings.queue_port}").read_bytes()
+    except OSError:
+        return False
+    return int.from_bytes(status[:4], sys.byteorder, signed=True) == WEIGHTS_CLEARED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Test hook: make the worker's copies slow or failing, as real links are now and then.
+
+The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
+`{"seed": 1, "max_delay_ms": 5, "delay_ms": {"input": 20}, "fail": {"input": [0, 9], "output": "all"}}`:
+every copy first sleeps a random time, and the time of its stream; the named calls on a stream, counted from 0, fail.
+Streams are `input` (swap-in, a call per layer) and `output` (swap-out). With `"ranks": [1]` all this happens to these
+tensor-parallel ranks only.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from typing import Any
+
+from ...errors import ConfigError
+from ...worker.runtime import CpuRuntime
+
+VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
+
+
+class InjectedCopyError(RuntimeError):
+    """A copy that was asked to fail."""
+
+
+class CopyFaults:
+    """A `CpuRuntime` delay hook. Each stream calls it from its own thread, with its own counter and random numbers."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        max_delay_ms: float = 0.0,
+        delay_ms: dict[str, float] | None = None,
+        fail: dict[str, Any] | None = None,
+    ) -> None:
+        self._max_delay_s = max_delay_ms / 1000
+        self._delay_ms = delay_ms or {}
+        self._fail = fail or {}
+        self._random = random.Random(seed)
+        self._calls: Counter[str] = Counter()
+
+    def __call__(self, stream_name: str) -> None:
+        stream = next((name for name in ("input", "output") if name in stream_name), stream_name)
+        call = self._calls[stream]
+        self._calls[stream] += 1
+        if self._max_delay_s:
+            time.sleep(self._random.uniform(0.0, self._max_delay_s))
+        time.sleep(self._delay_ms.get(stream, 0.0) / 1000)
+        failing = self._fail.get(stream, ())
+        if failing == "all" or call in failing:
+            raise InjectedCopyError(f"injected failure of call {call} on stream {stream}")
+
+
+def make_runtime(faults: str, rank: int = 0) -> CpuRuntime:
+    """A CPU runtime with the faults described in JSON, or a plain one for ''. Raises `ConfigError`."""
+    if not faults:
+        return CpuRuntime()
+    try:
+        options = json.loads(faults)
+        ranks = options.pop("ranks", [rank])
+        delay = CopyFaults(**options)
+        return CpuRuntime(delay=delay) if rank in ranks else CpuRuntime()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{VARIABLE} is not a valid description of copy faults: {error}") from None

@@ -1,0 +1,93 @@
+"""One step of the model: what each request needs computed, what a pass computes of it, and what came of it.
+
+Plain picklable data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...contract.messages import DeviceSlot, TransferReport
+
+if TYPE_CHECKING:
+    from .sampler import SamplingParams
+    from .vision import PlacedImage
+
+Logits = NDArray[np.float32]
+"""`[rows, vocab]`"""
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """The tokens of one sequence that a pass of the model computes."""
+
+    token_ids: NDArray[np.int64]
+    """`[n]`, n >= 1. Where images are, numbers that stand for their content."""
+    start: int
+    """Position of the first of them; the KV of all earlier positions is in the cache."""
+    block_table: Sequence[int]
+    """Cache blocks of the sequence in order, covering at least `start + n` tokens."""
+    needs_logits: bool = True
+    """Whether to compute the logits after the last token."""
+    num_drafts: int = 0
+    """Last tokens that are guesses: logits are computed after each of them, and after the token before them."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_drafts + 1 if self.needs_logits else 0
+
+    def check(self, *, max_position: int, num_blocks: int, block_size: int) -> None:
+        """Raises `ValueError` where it does not fit the model, its block table or the cache."""
+        table = self.block_table
+        if len(self.token_ids) < 1 or self.start < 0:
+            raise ValueError(f"a slice needs at least one token and a start of at least 0, got {self}")
+        if self.end > max_position:
+            raise ValueError(f"position {self.end - 1} is beyond the model's {max_position}")
+        if self.end > len(table) * block_size:
+            raise ValueError(f"{len(table)} blocks of {block_size} do not cover {self.end} tokens")
+        if min(table) < 0 or max(table) >= num_blocks:
+            raise ValueError(f"block ids must be in [0, {num_blocks}), got {min(table)} to {max(table)}")
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """Everything the worker needs to advance one request by one step; the worker keeps nothing between steps."""
+
+    request_id: str
+    token_ids: list[int]
+    """Tokens to compute now; at least one."""
+    start: int
+    """Position of `token_ids[0]` in the request: tokens before it have their KV in the block table."""
+    block_table: list[DeviceSlot]
+    """Covers at least `start + len(token_ids)` tokens."""
+    needs_logits: bool
+    """True when the last token of `token_ids` is the request's last one: sample its successor."""
+    sampling: SamplingParams
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens behind `token_ids`; the block table covers them. Only with `needs_logits`."""
+    images: tuple[PlacedImage, ...] = ()
+    """Those that `token_ids` has placeholders of."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Answer to one batch. A request of the batch that is in neither `retry` nor `errors` was computed."""
+
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By request id, for tasks with `needs_logits`: the sampled token, and one more for each draft that was right."""
+    drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Guesses of the tokens after those."""
+    retry: dict[str, str] = field(default_factory=dict)
+    """Reason by request id: a copy it depends on failed, nothing of this step may be kept; compute it again."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Reason by request id: its computation raised; do not try again."""
+    report: TransferReport = field(default_factory=TransferReport)

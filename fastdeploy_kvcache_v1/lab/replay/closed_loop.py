@@ -1,0 +1,108 @@
+"""ClosedLoop: a replay in simulated time, in which the next turn of a session waits for the one before.
+
+A trace says when requests arrived at the server that it was taken from. A server that is slower, or faster, sees other
+times: nobody asks the next question before the last answer is there. So only first turns arrive at their timestamps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ...errors import ConfigError
+from .driver import Replay, ReplayedRequest, ReplayOptions
+from .trace import TraceRequest
+
+
+class ClosedLoop(Replay):
+    """Steps take `step_ms` of simulated time each, so a request runs for as many steps as it has output tokens.
+
+    A later turn arrives its `delay_ms` after the end of the turn before it. Where the trace does not say the delay, it
+    is what the two timestamps leave beside the steps of the turn before: a server on which nobody waits sees the times
+    of the trace. Nobody ends early to make room; who finds none waits. Deterministic: no clock is read.
+
+    Holds the whole trace in memory. Not thread-safe.
+    """
+
+    def __init__(self, options: ReplayOptions) -> None:
+        super().__init__(options)
+        self.now_ms = 0.0
+        self._next_turns: dict[int, list[TraceRequest]] = defaultdict(list)
+        """By the line of the turn that they wait for."""
+        self._arrivals: list[tuple[float, int, TraceRequest]] = []
+        """Heap by time and line."""
+        self._ends: list[tuple[float, int, ReplayedRequest]] = []
+        """Likewise, of the open requests."""
+
+    def run(self, requests: Iterable[TraceRequest]) -> None:
+        """As `Replay.run`. Raises `ConfigError` for a trace in which no line follows another."""
+        self._take_trace(requests)
+        while self._arrivals or self._line or self._open:
+            self._end_due()
+            self._let_arrive()
+            ran = self._step()
+            if not ran and self._line and not self._open:
+                raise self._leak()
+            self._advance(ran=ran)
+        self._run_step([])
+        self.manager.check_idle()
+
+    def _take_trace(self, requests: Iterable[TraceRequest]) -> None:
+        lines = set()
+        for request in requests:
+            lines.add(request.line)
+            if request.after not in lines:
+                self._arrivals.append((request.timestamp_ms, request.line, request))
+            else:
+                self._next_turns[request.after].append(request)
+        if not self._next_turns:
+            raise ConfigError(
+                "--closed-loop needs sessions, and no line of the trace follows another one: "
+                "it has no session_id, and no chat_id with parent_chat_id"
+            )
+        heapq.heapify(self._arrivals)
+
+    def _let_arrive(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self.now_ms:
+            arrived_ms, _, request = heapq.heappop(self._arrivals)
+            if not self._queue(request):
+                self._ended(request, arrived_ms)
+
+    def _try_admit(self, opened: ReplayedRequest) -> bool:
+        admitted = super()._try_admit(opened)
+        if admitted:
+            request = opened.request
+            heapq.heappush(self._ends, (self.now_ms + self._service_ms(request), request.line, opened))
+        return admitted
+
+    def _make_room(self) -> bool:
+        return False
+
+    def _end_due(self) -> None:
+        while self._ends and self._ends[0][0] <= self.now_ms:
+            ended_ms, _, opened = heapq.heappop(self._ends)
+            self._finish(opened)
+            self._ended(opened.request, ended_ms)
+
+    def _ended(self, request: TraceRequest, ended_ms: float) -> None:
+        """The next turns of its session come."""
+        for following in self._next_turns.pop(request.line, ()):
+            arrival = ended_ms + self._delay_ms(request, following)
+            heapq.heappush(self._arrivals, (arrival, following.line, following))
+
+    def _service_ms(self, request: TraceRequest) -> float:
+        return max(1, request.output_length) * self.options.step_ms
+
+    def _delay_ms(self, request: TraceRequest, following: TraceRequest) -> float:
+        if following.delay_ms is not None:
+            return following.delay_ms
+        return max(0.0, following.timestamp_ms - request.timestamp_ms - self._service_ms(request))
+
+    def _advance(self, *, ran: bool) -> None:
+        """By a step, or to what happens next where nothing ran."""
+        after_step = self.now_ms + self.options.step_ms
+        if ran:
+            self.now_ms = after_step
+        elif self._arrivals or self._ends:
+            self.now_ms = min(heap[0][0] for heap in (self._arrivals, self._ends) if heap)

@@ -1,0 +1,107 @@
+"""The `replay` command: options, progress, and the table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ...config import HELP, KVCacheConfig, WritePolicy
+from ...errors import ConfigError
+from .compare import Capacity, Comparison, comparison_table, policies
+from .driver import ReplayOptions
+from .report import SHOWN_OPTIONS, play, table
+from .trace import read_trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def number(flag: str, default: object, text: str, kind: type = int, **more: str) -> None:
+        shown = "" if default is None else " (%(default)s)"
+        parser.add_argument(flag, type=kind, default=default, help=f"{text}{shown}", **more)  # type: ignore[arg-type]
+
+    def switch(flag: str, text: str) -> None:
+        parser.add_argument(flag, action="store_true", help=text)
+
+    parser.add_argument("trace", type=Path, help="request trace, JSONL: Mooncake's, Qwen-Bailian's, or recorded")
+    block_size = f"{HELP['block_size']}, a divisor or a multiple of what a hash id stands for"
+    number("--block-size", KVCacheConfig.block_size, block_size)
+    hash_id = "tokens that a hash id of the trace stands for (what its lines say, else 512 or 16, if all lines fit)"
+    number("--tokens-per-id", None, hash_id, metavar="TOKENS")
+    for tier, text, default in (("device", "device tier", "20000"), ("host", "host tier; 0: none", "80000")):
+        parser.add_argument(
+            f"--{tier}-blocks", type=counts, default=counts(default), metavar="N", help=f"{text} ({default})"
+        )
+    parser.add_argument("--write-policy", metavar="POLICY", help=HELP["write_policy"])
+    number("--write-through-threshold", None, HELP["write_through_threshold"], metavar="HITS")
+    number("--eviction-policy", KVCacheConfig.eviction_policy, HELP["eviction_policy"], str, metavar="NAME")
+    number("--window", ReplayOptions.window, "requests open at once")
+    number("--admissions-per-step", ReplayOptions.admissions_per_step, "requests per step")
+    number("--waiting", ReplayOptions.waiting, "requests that wait and are known to the cache")
+    switch("--closed-loop", "later turns of a session arrive after the end of the turn before, in simulated time")
+    step_ms = "simulated time of a step, one output token of every open request"
+    number("--step-ms", ReplayOptions.step_ms, step_ms, float)
+    number("--limit", None, "play only the first N requests")
+    parser.add_argument(
+        "--outputs", action=argparse.BooleanOptionalAction, default=False, help="also cache generated blocks (no)"
+    )
+    switch("--verify", "check every block's content with a shadow data plane")
+    several = "at every size of --device-blocks and --host-blocks (several, by commas)"
+    switch("--compare", f"play every policy, {several}")
+    parser.add_argument("--policies", metavar="NAMES", help="compare only these write and eviction policies")
+    switch("--json", "print the result as JSON")
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers, separated by commas."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def options_from(args: argparse.Namespace) -> ReplayOptions:
+    """How to play the trace, at the first of the given sizes. Raises `ConfigError` for a value that cannot work."""
+    threshold = args.write_through_threshold
+    config = KVCacheConfig(
+        num_device_blocks=args.device_blocks[0],
+        num_host_blocks=args.host_blocks[0],
+        block_size=args.block_size,
+        write_policy=WritePolicy.chosen(args.write_policy, threshold),
+        write_through_threshold=KVCacheConfig.write_through_threshold if threshold is None else threshold,
+        eviction_policy=args.eviction_policy,
+        max_queued_events=0,
+    )
+    return ReplayOptions(config, **{name: getattr(args, name) for name in SHOWN_OPTIONS})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Play the trace and print the result. Raises `KVCacheError` for bad input and for a manager found wrong."""
+    _refuse(args)
+    options = options_from(args)
+    requests = read_trace(args.trace, args.limit, tokens_per_id=args.tokens_per_id)
+    if args.compare:
+        comparison = Comparison(requests, options, *policies(args.policies))
+        capacities = [Capacity(device, host) for device in args.device_blocks for host in args.host_blocks]
+        result, shown = comparison.run(capacities), comparison_table
+    else:
+        result, shown = play(options, tqdm(requests, unit="request", disable=None, leave=False)), table
+    print(json.dumps(result, indent=2) if args.json else shown(result))
+    return 0
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what does not go together."""
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
+    if args.compare:
+        for flag, given, default in (
+            ("--write-policy", args.write_policy, None),
+            ("--eviction-policy", args.eviction_policy, KVCacheConfig.eviction_policy),
+        ):
+            if given != default:
+                raise ConfigError(f"{flag} {given}: --compare plays every policy; choose among them with --policies")
+        return
+    for flag, sizes in (("--device-blocks", args.device_blocks), ("--host-blocks", args.host_blocks)):
+        if len(sizes) > 1:
+            raise ConfigError(f"{flag} takes several numbers with --compare only, got {','.join(map(str, sizes))}")
+    if args.policies is not None:
+        raise ConfigError("--policies needs --compare: otherwise use --write-policy and --eviction-policy")

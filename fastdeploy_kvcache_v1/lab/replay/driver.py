@@ -1,0 +1,252 @@
+"""Plays a trace against a CacheManager as an engine would: several admissions per step, a window of open requests."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from time import perf_counter
+
+from ...config import KVCacheConfig
+from ...contract.messages import NoSpace
+from ...errors import ConfigError, InvariantError
+from ...scheduler.block_hashing import GivenHashes
+from ...scheduler.cache_manager import CacheManager
+from .hashes import TraceHasher
+from .shadow import ShadowDataPlane, ShadowRequest
+from .trace import TraceRequest
+
+STEPS_BETWEEN_CHECKS = 1000
+
+MAX_BLOCKS = 1 << 26
+"""Of a tier: its free list takes 3 GB then."""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How to play a trace. Raises `ConfigError` for a value that cannot work."""
+
+    config: KVCacheConfig
+    window: int = 32
+    """Requests open at once; the oldest finishes when the next one needs its place."""
+    admissions_per_step: int = 8
+    """Requests matched and allocated between two `take_swap_step` calls."""
+    outputs: bool = False
+    """Also generate and cache the output tokens."""
+    verify: bool = False
+    """Check the content of every block against a shadow data plane, and `check()` every 1,000 steps."""
+    waiting: int = 0
+    """Requests that wait at any time, so that the manager knows what comes next; 0: it knows nothing. In a closed loop
+    as many wait as wait, and the manager knows so many of them.
+    """
+    closed_loop: bool = False
+    """Requests arrive at their times, later turns of a session after the end of the one before: `closed_loop.py`."""
+    step_ms: float = 30.0
+    """Simulated milliseconds that a step takes in a closed loop: one output token of every open request."""
+
+    max_input_tokens: int | None = None
+    """Longer prompts are refused; None: those that no empty device tier holds."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("admissions_per_step", 1), ("waiting", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.step_ms < float("inf"):
+            raise ConfigError(f"step_ms must be more than 0, got {self.step_ms}")
+        for tier, num_blocks in (("device", self.config.num_device_blocks), ("host", self.config.num_host_blocks)):
+            if num_blocks > MAX_BLOCKS:
+                raise ConfigError(f"a replay has room for {MAX_BLOCKS} {tier} blocks at most, got {num_blocks}")
+
+
+@dataclass
+class ReplayedRequest:
+    """A request of the trace on its way through the manager."""
+
+    request_id: str
+    request: TraceRequest
+    sequence: GivenHashes
+    seconds: float = 0.0
+    """Time spent in the manager for it so far, attempts that found no space included."""
+    step: int = -1
+    """Step whose forward pass it was last part of."""
+    shadow: ShadowRequest | None = None
+
+
+class Replay:
+    """One run over one trace; counters are valid at any time. Not thread-safe.
+
+    The next request of the trace is always there, and the oldest open one ends when another needs its place or blocks.
+    """
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self.options = options
+        self.manager = CacheManager(options.config)
+        self.hasher = TraceHasher(options.config.block_size)
+        self.request_seconds = array("d")
+        """match + allocate + commit + finish of each finished request."""
+        self.num_input_tokens = 0
+        self.num_device_hit_tokens = 0
+        self.num_host_hit_tokens = 0
+        self.num_evict_copies = 0
+        self.num_swap_in_copies = 0
+        self.num_steps = 0
+        self.num_no_space = 0
+        self.num_too_long = 0
+        """Requests that a server of this size refuses."""
+        self.num_outputs_cut = 0
+        """Requests that finished without output blocks: no empty tier holds them, or no request could make room."""
+        sizes = options.config.num_device_blocks, options.config.num_host_blocks
+        self.shadow = ShadowDataPlane(*sizes) if options.verify else None
+        self._trace: Iterator[TraceRequest] = iter(())
+        self._line: deque[ReplayedRequest] = deque()
+        """Requests that wait, the next one first; none only at the end of the trace."""
+        self._open: OrderedDict[str, ReplayedRequest] = OrderedDict()
+        self._generating: list[ReplayedRequest] = []
+
+    def run(self, requests: Iterable[TraceRequest]) -> None:
+        """Play all `requests`, finish them, and check the manager: `InvariantError` if anything is wrong or leaked."""
+        self._trace = iter(requests)
+        self._let_arrive()
+        while self._line or self._generating:
+            num_finished = len(self.request_seconds)
+            if not self._step() and self._line and len(self.request_seconds) == num_finished:
+                raise self._leak()
+        while self._make_room():
+            pass
+        self._run_step([])
+        self.manager.check_idle()
+
+    def _step(self) -> bool:
+        """Admit what can be admitted, and run it. False: nothing runs."""
+        members = self._grow_outputs()
+        self._admit(members)
+        self._run_step(members)
+        return bool(members)
+
+    def _leak(self) -> InvariantError:
+        return InvariantError(f"no room for {self._line[0].request_id} although nothing runs: blocks leaked")
+
+    def _let_arrive(self) -> None:
+        """Lengthen the line to what it should be now."""
+        while len(self._line) < max(1, self.options.waiting) and (request := next(self._trace, None)) is not None:
+            self._queue(request)
+
+    def _queue(self, request: TraceRequest) -> bool:
+        """Put a request into the line; False, counting it, if it is refused."""
+        most = self.options.max_input_tokens
+        if not self._fits(request.input_length) or (most is not None and request.input_length > most):
+            self.num_too_long += 1
+            return False
+        sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length)
+        self._line.append(ReplayedRequest(f"line-{request.line}", request, sequence))
+        return True
+
+    def _fits(self, num_tokens: int) -> bool:
+        """An empty device tier could hold them."""
+        return num_tokens <= self.options.config.num_device_blocks * self.options.config.block_size
+
+    def _admit(self, members: list[ReplayedRequest]) -> None:
+        """Admit waiting requests to this step, finishing the oldest ones for the room they need."""
+        self.manager.expect([waiting.sequence for waiting in islice(self._line, self.options.waiting)])
+        for _ in range(self.options.admissions_per_step):
+            while self._line and not self._try_admit(self._line[0]):
+                if not self._make_room():
+                    return
+            if not self._line:
+                return
+            members.append(self._line.popleft())
+            self._let_arrive()
+
+    def _try_admit(self, opened: ReplayedRequest) -> bool:
+        """Match and allocate; False, leaving no trace, while the window is full or the blocks do not suffice."""
+        if len(self._open) >= self.options.window:
+            return False
+        begin = perf_counter()
+        match = self.manager.match_prefix(opened.request_id, opened.sequence)
+        allocation = self.manager.allocate(opened.request_id, opened.request.input_length)
+        if isinstance(allocation, NoSpace):
+            self.manager.release(opened.request_id)
+        opened.seconds += perf_counter() - begin
+        if isinstance(allocation, NoSpace):
+            self.num_no_space += 1
+            return False
+        opened.step = self.num_steps
+        self._open[opened.request_id] = opened
+        self.num_input_tokens += opened.request.input_length
+        self.num_device_hit_tokens += allocation.num_device_tokens
+        self.num_host_hit_tokens += allocation.num_host_tokens
+        if self.shadow is not None:
+            opened.shadow = ShadowRequest(opened.request_id)
+            opened.shadow.plan(self.manager.block_table(opened.request_id), opened.sequence.hashes, match.num_blocks)
+        return True
+
+    def _grow_outputs(self) -> list[ReplayedRequest]:
+        """Give the requests prefilled in the last step room for all their output tokens, computed in one step."""
+        members: list[ReplayedRequest] = []
+        for opened in self._generating:
+            if opened.request_id not in self._open:  # finished early, to make room for another request
+                continue
+            request, sequence = opened.request, opened.sequence
+            if not self._fits(request.input_length + request.output_length - 1):
+                self.num_outputs_cut += 1
+                continue
+            first_written = request.input_length // self.options.config.block_size
+            sequence.hashes = [*sequence.hashes, *self.hasher.output_hashes(request)]
+            sequence.num_tokens = request.input_length + request.output_length
+            opened.step = self.num_steps  # takes part in this step: not to be finished for others
+            begin = perf_counter()
+            allocation = self.manager.allocate(opened.request_id, sequence.num_tokens - 1)
+            while isinstance(allocation, NoSpace):
+                self.num_no_space += 1
+                if not self._make_room():
+                    break
+                allocation = self.manager.allocate(opened.request_id, sequence.num_tokens - 1)
+            opened.seconds += perf_counter() - begin
+            if isinstance(allocation, NoSpace):
+                self.num_outputs_cut += 1
+                opened.step = self.num_steps - 1
+                continue
+            if opened.shadow is not None:
+                opened.shadow.plan(self.manager.block_table(opened.request_id), sequence.hashes, first_written)
+            members.append(opened)
+        self._generating = []
+        return members
+
+    def _run_step(self, members: list[ReplayedRequest]) -> None:
+        """What the worker and then the scheduler do for one step: copies, forward, commit."""
+        step = self.manager.take_swap_step()
+        self.num_evict_copies += len(step.evict)
+        self.num_swap_in_copies += len(step.swap_in)
+        if self.shadow is not None:
+            self.shadow.run_step(step, [opened.shadow for opened in members if opened.shadow is not None])
+            if self.num_steps % STEPS_BETWEEN_CHECKS == 0:
+                self.manager.check()
+        self.num_steps += 1
+        for opened in members:
+            grown = opened.sequence.num_tokens > opened.request.input_length
+            # The newest token is sampled but not computed: it has no KV yet, and the prompt's last token has.
+            if not grown:
+                opened.sequence.num_tokens += 1
+            begin = perf_counter()
+            self.manager.commit(opened.request_id, opened.sequence.num_tokens - 1)
+            opened.seconds += perf_counter() - begin
+            if not grown and self.options.outputs and opened.request.output_length > 1:
+                self._generating.append(opened)
+
+    def _make_room(self) -> bool:
+        """Finish the oldest request whose forward pass is done; False if there is no such request."""
+        for opened in self._open.values():
+            if opened.step < self.num_steps:
+                self._finish(opened)
+                return True
+        return False
+
+    def _finish(self, opened: ReplayedRequest) -> None:
+        del self._open[opened.request_id]
+        begin = perf_counter()
+        self.manager.finish(opened.request_id)
+        self.request_seconds.append(opened.seconds + perf_counter() - begin)
+        if self.shadow is not None:
+            self.shadow.finish(opened.request_id)

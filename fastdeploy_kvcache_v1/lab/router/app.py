@@ -1,0 +1,294 @@
+"""The router as an ASGI app.
+
+A request goes to the decode server with the fewest open requests, with the name of the prefill server that has the
+fewest. Until the first byte of an answer a request has changed nothing, so it may go to another decode server; from
+then on bytes are relayed as they come. All of this runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from types import FrameType
+from urllib.parse import quote
+
+import anyio
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..server.api_error import error_body
+from ..server.prefill_job import PREFILL_HEADER, PROOF_HEADER, proof
+
+__all__ = ["Forwarder", "HttpServer", "Server", "choose", "create_app"]
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+"""Between two looks at a server's /health."""
+
+SOON_S = 10.0
+"""A server that takes no connection, or does not answer /health, for so long is left out."""
+
+MAX_BODY_BYTES = 16 << 20
+"""Of a request: it is kept until its answer begins."""
+
+SICK = (502, 503, 504)
+"""Another server may do better."""
+
+MODELS = "/v1/models"
+TO_SERVERS = b"accept authorization content-type traceparent tracestate x-request-id".split()
+TO_CLIENTS = (
+    b"allow cache-control content-encoding content-length content-type location retry-after www-authenticate "
+    b"x-request-id"
+).split()
+"""Headers that travel. Others do not, whatever a client says of prefill servers among them."""
+
+
+class Server:
+    """One that requests are sent to."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.answers = True
+        """What the last look, or a connection, has shown; at first it is asked without one."""
+        self.num_open = 0
+        """Requests of this router that it is busy with."""
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    def found(self, answers: bool, reason: str) -> None:
+        """Note what was found, and tell the log of a change."""
+        if answers != self.answers:
+            self.answers = answers
+            logger.warning("%s %s", self.url, "answers" if answers else f"is left out until it answers: {reason}")
+
+
+def choose(servers: list[Server], without: Collection[Server] = ()) -> Server | None:
+    """One that answers, with the fewest open requests; of equal ones, each in turn. None if no one answers."""
+    candidates = [each for each in servers if each.answers and each not in without]
+    if not candidates:
+        return None
+    chosen = min(candidates, key=lambda each: each.num_open)
+    servers.remove(chosen)
+    servers.append(chosen)
+    return chosen
+
+
+class Forwarder:
+    """ASGI app: a client's request on its way to a decode server and back."""
+
+    def __init__(self, prefills: Sequence[str], decodes: Sequence[str], secret: bytes, *, silence_s: float) -> None:
+        """URLs of servers; `silence_s` without a byte, and a decode server has lost the request."""
+        self.prefills, self.decodes = [Server(url) for url in prefills], [Server(url) for url in decodes]
+        self._secret = secret
+        self._silence_s = silence_s
+        self._http = httpx.AsyncClient(
+            headers={"accept-encoding": "identity"},
+            timeout=httpx.Timeout(silence_s, connect=SOON_S, pool=None),
+            # A server may close an idle connection just when it is used again, which would look like its death.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+        )
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Meanwhile every server is looked at again and again."""
+        async with self._http, anyio.create_task_group() as group:
+            for server in (*self.prefills, *self.decodes):
+                group.start_soon(self._watch, server)
+            yield
+            group.cancel_scope.cancel()
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            try:
+                async with self._http.stream("GET", f"{server.url}/health", timeout=SOON_S) as answer:
+                    status = answer.status_code
+                server.found(status == 200, f"/health answers with HTTP {status}")
+            except httpx.HTTPError as error:
+                server.found(False, _text(error))
+            await anyio.sleep(LOOK_EVERY_S)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until the answer is complete, or the client gone: then the decode server loses its connection, too."""
+        if (body := await _body(receive)) is None:
+            return
+        exchange = Exchange(scope, body, send)
+        error: Response | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(_until_gone, receive, group.cancel_scope)
+            error = await self._forward(exchange)
+            group.cancel_scope.cancel()
+        if error is not None:
+            await error(scope, receive, send)
+
+    async def _forward(self, exchange: Exchange) -> Response | None:
+        """Relay the answer of a decode server, trying each once; else what the client is to be told."""
+        tried, reasons = set[Server](), list[str]()
+        while (decode := choose(self.decodes, tried)) is not None:
+            tried.add(decode)
+            is_last = not any(each.answers for each in self.decodes if each not in tried)
+            with decode.busy(), contextlib.ExitStack() as computing_prompt:
+                reason = await self._ask(exchange, decode, computing_prompt, is_last=is_last)
+            if reason is None:
+                return None
+            reasons.append(f"{decode.url}: {reason}")
+            logger.warning("request %s: %s", exchange.name, reasons[-1])
+            if exchange.begun:
+                await exchange.break_off(f"{reasons[-1]}; the answer is not complete")
+                return None
+        reasons = reasons or [f"{each.url} does not answer" for each in self.decodes]
+        return JSONResponse(error_body(503, f"no decode server answers the request: {'; '.join(reasons)}"), 503)
+
+    async def _ask(
+        self, exchange: Exchange, decode: Server, computing_prompt: contextlib.ExitStack, *, is_last: bool
+    ) -> str | None:
+        """Relay what `decode` answers, and end `computing_prompt` with its first byte. Returns what went wrong."""
+        headers = exchange.headers
+        prefill = choose(self.prefills) if exchange.method == "POST" else None
+        if prefill is not None:
+            computing_prompt.enter_context(prefill.busy())
+            evidence = proof(self._secret, "url", prefill.url.encode())
+            headers = {
+                **headers,
+                PREFILL_HEADER.encode(): prefill.url.encode(),
+                PROOF_HEADER.encode(): evidence.encode(),
+            }
+        url = decode.url + exchange.path
+        try:
+            async with self._http.stream(exchange.method, url, content=exchange.body, headers=headers) as answer:
+                if answer.status_code in SICK and not is_last:
+                    return f"it answered with HTTP {answer.status_code}"
+                chunks = answer.aiter_raw()
+                first = await anext(chunks, b"")
+                computing_prompt.close()
+                await exchange.begin(answer, first)
+                async for chunk in chunks:
+                    await exchange.relay(chunk)
+                await exchange.relay(b"", more=False)
+                return None
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            decode.found(False, _text(error))
+            return f"it cannot be reached: {_text(error)}"
+        except httpx.TimeoutException:
+            return f"it was silent for {self._silence_s:g} s"
+        except httpx.HTTPError as error:
+            return f"it broke off: {_text(error)}"
+
+
+class Exchange:
+    """One request of a client, and the answer on its way back."""
+
+    def __init__(self, scope: Scope, body: bytes, send: Send) -> None:
+        name = scope["path_params"].get("name")  # one segment, whatever a client calls a model
+        self.method, self.path = (
+            str(scope["method"]),
+            f"{MODELS}/{quote(name, safe='')}" if name else str(scope["path"]),
+        )
+        self.body = body
+        self.headers = {name: value for name, value in scope["headers"] if name in TO_SERVERS}
+        self.headers.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
+        self.name = self.headers[b"x-request-id"].decode("latin-1")
+        self.begun = False
+        """The client has the status."""
+        self._is_stream = False
+        self._send = send
+
+    async def begin(self, answer: httpx.Response, first: bytes) -> None:
+        headers = {name.lower(): value for name, value in answer.headers.raw if name.lower() in TO_CLIENTS}
+        headers.setdefault(b"x-request-id", self.headers[b"x-request-id"])
+        self.begun, self._is_stream = True, headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        await self._send(
+            {"type": "http.response.start", "status": answer.status_code, "headers": list(headers.items())}
+        )
+        await self.relay(first)
+
+    async def relay(self, chunk: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    async def break_off(self, reason: str) -> None:
+        """A stream ends with an error event; any other answer is too short, which closes the connection."""
+        if self._is_stream:
+            await self.relay(f"\n\ndata: {json.dumps(error_body(502, reason))}\n\n".encode(), more=False)
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """None where the client leaves before its end. Raises `HTTPException` for one that is too large."""
+    body = bytearray()
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB: shorten it")
+        if not message.get("more_body", False):
+            return bytes(body)
+    return None
+
+
+async def _until_gone(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def create_app(forwarder: Forwarder, *, ready: str = "") -> Starlette:
+    """Prints the line `ready` once it runs."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with forwarder.watching():
+            print(ready, flush=True)
+            yield
+
+    async def health(request: Request) -> Response:
+        """200 while a decode server answers."""
+        groups = {"prefill": forwarder.prefills, "decode": forwarder.decodes}
+        servers = {
+            role: {each.url: {"answers": each.answers, "open_requests": each.num_open} for each in group}
+            for role, group in groups.items()
+        }
+        is_served = any(each.answers for each in forwarder.decodes)
+        status = "ok" if is_served else "no decode server answers"
+        return JSONResponse({"status": status, **servers}, 200 if is_served else 503)
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
+
+    routes = [
+        *(Route(path, forwarder, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
+        *(Route(path, forwarder, methods=["GET"]) for path in (MODELS, f"{MODELS}/{{name:path}}")),
+        Route("/health", health),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refused})
+
+
+class HttpServer(uvicorn.Server):
+    """Runs until a signal; requests that are open then end first, unless another signal comes."""
+
+    def __init__(self, forwarder: Forwarder, ready: str = "") -> None:
+        app = create_app(forwarder, ready=ready)
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, loop="asyncio", http="h11", ws="none"))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's own would send itself the signal again at the end, which is no status 0."""
+        self.force_exit = self.should_exit
+        self.should_exit = True

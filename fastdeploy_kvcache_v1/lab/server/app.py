@@ -1,0 +1,288 @@
+"""The HTTP face: OpenAI-compatible endpoints, health, metrics, and two for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...errors import InvariantError, KVCacheError
+from ...units import MIB
+from .api_error import ApiError, describe_validation, error_body
+from .disaggregation.settings import Role
+from .engine.engine import Engine
+from .engine.engine_core import EngineCore
+from .engine.generation import Delta, Failure
+from .metrics import Metrics
+from .prefill_job import PREFILL_HEADER, PROOF_HEADER, proves
+from .requests import Reading, RequestReader, check_model
+from .responses import DONE, Answer, event
+from .settings import ServerConfig
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 16 * MIB
+"""Of a request that says how long it is."""
+
+ID_HEADER = "X-Request-Id"
+
+GET = ["GET", "HEAD"]
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status for the log only: no client reads it."""
+
+
+class Front:
+    """ASGI middleware: every answer and every bug has the request's id, the client's own if it sent one; a body that is
+    too large is not read.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get(ID_HEADER) or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_begun = False
+
+        async def tagged_send(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                MutableHeaders(scope=message)[ID_HEADER] = request_id
+                logger.info("%s %s %s: %d", request_id, scope["method"], scope["path"], message["status"])
+            await send(message)
+
+        size = headers.get("content-length", "")
+        try:
+            if size.isdecimal() and int(size) > MAX_BODY:
+                refusal = error_body(413, f"the request body is larger than {MAX_BODY // MIB} MiB: shorten it")
+                await JSONResponse(refusal, 413)(scope, receive, tagged_send)
+            else:
+                await self._app(scope, receive, tagged_send)
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            if not has_begun:
+                bug = error_body(500, f"internal error: {type(error).__name__}, see the server's log")
+                await JSONResponse(bug, 500)(scope, receive, tagged_send)
+
+
+class RequestStream:
+    """Events of one request on an asyncio loop."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Delta | Failure] = asyncio.Queue()
+        self._ended = False
+
+    def sink(self, event: Delta | Failure) -> None:
+        """Called on the engine thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no client reads any more
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Every delta up to the one with a finish reason. Raises `ApiError` for a failure."""
+        while not self._ended:
+            event = await self._queue.get()
+            self._ended = isinstance(event, Failure) or event.finish_reason is not None
+            if isinstance(event, Failure):
+                raise ApiError.of(event)
+            yield event
+
+    def close(self) -> None:
+        """The client is gone or served: an unfinished request is aborted."""
+        if not self._ended:
+            self._ended = True
+            self._engine.abort(self.request_id)
+            self._queue.put_nowait(Failure(CLIENT_CLOSED_REQUEST, "the client closed the connection"))
+
+
+def create_app(config: ServerConfig, engine: Engine, reader: RequestReader, metrics: Metrics) -> FastAPI:
+    app = FastAPI(title="fastdeploy-kvcache embedded server", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Front)
+    add_error_handlers(app)
+    _add_openai_routes(app, config, engine, reader)
+    _add_service_routes(app, engine, metrics)
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every refusal is one line, with the name of the field."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, param = describe_validation(error.errors())
+        return JSONResponse(error_body(400, message, param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
+
+
+def _add_openai_routes(app: FastAPI, config: ServerConfig, engine: Engine, reader: RequestReader) -> None:
+    name, started_at = config.served_model_name, int(time.time())
+    model_body = {"id": name, "object": "model", "created": started_at, "owned_by": "fastdeploy-kvcache-v1"}
+    model_body["max_model_len"] = config.max_model_len
+
+    async def generate(request: Request, reading: Reading, *, is_chat: bool) -> Response:
+        stream = RequestStream(engine, _engine_id(request.state.request_id, is_chat=is_chat))
+        generation = reader.generation(
+            reading, stream.request_id, stream.sink, prefill_url=_prefill_url(request, config)
+        )
+        body = reading.body
+        answer = Answer(
+            stream.request_id,
+            name,
+            is_chat=is_chat,
+            prompt_token_ids=reading.token_ids if body.return_token_ids else None,
+            include_usage=bool(body.stream_options.include_usage),
+            continuous_usage=bool(body.stream_options.continuous_usage_stats),
+        )
+        engine.submit(generation)
+        return await _respond(request, stream, answer, streams=body.stream)
+
+    read_completion, read_chat = Depends(reader.completion), Depends(reader.chat)  # no coroutines: run in threads
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, reading: Reading = read_completion) -> Response:
+        return await generate(request, reading, is_chat=False)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, reading: Reading = read_chat) -> Response:
+        return await generate(request, reading, is_chat=True)
+
+    @app.api_route("/v1/models", methods=GET)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_body]}
+
+    @app.api_route("/v1/models/{asked:path}", methods=GET)
+    async def model(asked: str) -> dict[str, Any]:
+        check_model(asked, name)
+        return model_body
+
+
+def _add_service_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
+    @app.api_route("/health", methods=GET)
+    async def health() -> Response:
+        """200 while requests are served, 503 with the reason once they are refused."""
+        if engine.fatal_reason is not None:
+            return JSONResponse(error_body(503, engine.fatal_reason), 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.api_route("/metrics", methods=GET)
+    async def metrics_text() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_external: bool = False) -> Response:
+        """Embedded server only: see `EngineCore.reset_cache`. The parameter has vLLM's name."""
+        tiers = await _on_engine(engine, lambda core: core.reset_cache(stored=reset_external))
+        return JSONResponse({"status": "ok", **tiers})
+
+    @app.api_route("/debug/check", methods=GET)
+    async def debug_check() -> Response:
+        """Embedded server only: prove the cache manager's invariants, and without requests that nothing leaked."""
+        try:
+            report = await _on_engine(engine, EngineCore.check)
+        except InvariantError as error:
+            return JSONResponse({"ok": False, "error": str(error)}, 500)
+        return JSONResponse({"ok": True, **report})
+
+
+async def _on_engine(engine: Engine, action: Callable[[EngineCore], T]) -> T:
+    """The result of `action` on the engine thread. Raises `InvariantError`, and `ApiError` 503 where it cannot run."""
+    try:
+        return await asyncio.wrap_future(engine.call(action))
+    except InvariantError:
+        raise
+    except (KVCacheError, RuntimeError) as error:
+        raise ApiError(503, str(error)) from None
+
+
+def _engine_id(request_id: str, *, is_chat: bool) -> str:
+    """Begins with what the client can name, and is new even if the client sends it twice."""
+    told = re.sub(r"[^\w.:-]", "_", request_id, flags=re.ASCII)[:64]
+    return f"{'chatcmpl' if is_chat else 'cmpl'}-{told}-{secrets.token_hex(4)}"
+
+
+def _prefill_url(request: Request, config: ServerConfig) -> str | None:
+    """Which server the router chose to compute the prompt. Raises `ApiError` for a sender that is no router of ours:
+    this server would send the prompt wherever the header says.
+    """
+    url = request.headers.get(PREFILL_HEADER)
+    if url is None:
+        return None
+    role = config.role
+    if role is None or role.role is not Role.DECODE:
+        raise ApiError(400, f"the header {PREFILL_HEADER} is for servers with --role decode")
+    if not proves(role.transfer.secret, "url", url.encode(), request.headers.get(PROOF_HEADER, "")):
+        raise ApiError(403, f"the header {PREFILL_HEADER} is for a router with the same --peer-secret-file")
+    return url
+
+
+async def _respond(request: Request, stream: RequestStream, answer: Answer, *, streams: bool) -> Response:
+    """The whole answer, or its stream once the first output is there: until then a failure has an HTTP status."""
+    watch = asyncio.create_task(_close_on_disconnect(request, stream))
+    deltas = stream.deltas()
+    try:
+        if streams:
+            first = await anext(deltas)
+            events = _events(stream, first, deltas, answer, watch)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        body = answer.whole([delta async for delta in deltas])
+    except BaseException:
+        stream.close()
+        watch.cancel()
+        raise
+    watch.cancel()
+    return JSONResponse(body)
+
+
+async def _events(
+    stream: RequestStream, first: Delta, rest: AsyncIterator[Delta], answer: Answer, watch: asyncio.Task[None]
+) -> AsyncIterator[str]:
+    try:
+        for body in (*answer.opening(), *answer.chunks(first)):
+            yield event(body)
+        async for delta in rest:
+            for body in answer.chunks(delta):
+                yield event(body)
+        yield DONE
+    except ApiError as error:
+        yield event(error.body)
+    finally:
+        stream.close()
+        watch.cancel()
+
+
+async def _close_on_disconnect(request: Request, stream: RequestStream) -> None:
+    """Abort as soon as the client goes away, however long the next token takes."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    stream.close()

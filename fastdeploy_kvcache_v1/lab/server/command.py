@@ -1,0 +1,110 @@
+"""The `serve` command: this package's own server or, with --fastdeploy-cpu, FastDeploy's over the CPU worker."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ...errors import ConfigError, ModelFetchError
+from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
+from ..hub.smollm2 import SMOLLM2, fetch
+from ..model.config import load_model_config
+from .settings import add_serve_arguments, own_flags, server_config
+
+__all__ = ["add_arguments", "embedded_model", "fastdeploy_cpu_model", "run"]
+
+CPU_SERVER = "fastdeploy_kvcache_v1.lab.fastdeploy_cpu"
+
+RANDOM_WORD = "random"
+SMOLLM2_WORD = "smollm2"
+"""Words rather than directories; `./random` and `./smollm2` are directories."""
+
+EPILOG = """\
+Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, after every open request was answered with 503
+and the reason (run the server under a supervisor that restarts it); 2 for a wrong setting or model.
+
+Beside the OpenAI endpoints, /health and /metrics, POST /reset_prefix_cache forgets the blocks of device and host tier,
+with ?reset_external=true the stored ones, too, and GET /debug/check proves the invariants of the cache and, when idle,
+that nothing leaked. The request fields are those of OpenAI's API and of FastDeploy: docs/embedded-server.md lists them.
+On a GPU start FastDeploy's own server instead.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add_serve_arguments(parser)
+
+
+def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Serve until a signal; `extra` are flags this package does not know. Raises `KVCacheError` before it listens."""
+    if args.fastdeploy_cpu:
+        _exec_fastdeploy(args, extra)
+    if extra:
+        raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
+    from .serve import serve  # first: an extra that is missing is the only thing to say
+    from .text import load_tokenizer
+
+    args.model = model_path = embedded_model(args.model, is_random=args.mtp or args.model_family is not None)
+    from ...worker.runtime.base import free_host_memory
+
+    config = server_config(
+        args, load_model_config(model_path, args.model_family, mtp=args.mtp), free_bytes=free_host_memory()
+    )
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return serve(config, load_tokenizer(model_path))
+
+
+def _exec_fastdeploy(args: argparse.Namespace, extra: Sequence[str]) -> NoReturn:
+    """Replace this process by the one that runs FastDeploy's server without a GPU, with every flag that was given."""
+    args.model = fastdeploy_cpu_model(args.model)
+    if args.record_trace is not None:
+        os.environ[RECORD_VARIABLE] = str(args.record_trace)  # FastDeploy takes it as a variable
+    command, own = [sys.executable, "-m", CPU_SERVER], own_flags()
+    for name, value in vars(args).items():
+        if name in own or name in ("command", "run") or value is None:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}", str(value)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], [*command, *extra])
+
+
+def embedded_model(word: str | None, *, is_random: bool = False) -> Path | None:
+    """Directory that the embedded server loads; None is the random model.
+
+    Without a word it is the random model if `is_random`, where something of it was asked for. Else it is SmolLM2 or,
+    after one line on standard error that says why not, the random model. Raises `ModelFetchError` when SmolLM2 was
+    asked for and cannot be had.
+    """
+    if word is None and not is_random:
+        try:
+            return fetch(SMOLLM2, _say)
+        except ModelFetchError as error:
+            _say(f"warning: {error}; until then, the random model is served")
+            return None
+    if word is None or word == RANDOM_WORD:
+        return None
+    return Path(_directory(word))
+
+
+def fastdeploy_cpu_model(word: str | None) -> str | None:
+    """`--model` for FastDeploy over the CPU worker; None is its random model. Raises `ModelFetchError`."""
+    return None if word is None or word == RANDOM_WORD else _directory(word)
+
+
+def _directory(word: str) -> str:
+    return str(fetch(SMOLLM2, _say)) if word == SMOLLM2_WORD else word
+
+
+def _say(line: str) -> None:
+    print(f"fastdeploy-kvcache: {' '.join(line.split())}", file=sys.stderr, flush=True)

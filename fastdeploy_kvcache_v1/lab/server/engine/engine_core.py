@@ -1,0 +1,418 @@
+"""The engine without threads and sockets: turns requests into steps and step results into output."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from ....contract.batch_request import BatchRequest
+from ....contract.copy_totals import RankCopies
+from ....contract.messages import CacheLevel, TransferReport
+from ....contract.timings import PrefillTime
+from ....scheduler.cache_manager import CacheManager
+from ....scheduler.costs import PrefillCosts
+from ....storage.engine.link import Answer
+from ....storage.engine.tier import StorageTier
+from ....telemetry.trace_recorder import TraceRecorder
+from ....transfer.rank_messages import TransferNews
+from ...model.step import StepResult, StepTask
+from ..prefill_job import PrefillAnswer
+from .generation import Delta, Failure, Generation, State
+from .offered_prefills import OfferedPrefills
+from .peer_requests import PeerRequests
+from .rank_answers import RankAnswers
+from .remote_prefills import RemotePrefills
+from .scheduler import Scheduled, Scheduler
+
+logger = logging.getLogger(__name__)
+
+FETCHED_AHEAD = 32
+"""Waiting requests whose stored prefix is looked for, from the head of the line."""
+
+MAX_COPY_FAILURES = 3
+"""A request is computed again this often after failed copies; the next failure ends it."""
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the start. Written by the engine thread only; any thread may read single fields."""
+
+    copies: tuple[RankCopies, ...] = field(default_factory=lambda: (RankCopies(),))
+    """By worker rank."""
+    steps: int = 0
+    computed_tokens: int = 0
+    """Tokens that went through the model, those computed again after a preemption included."""
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    """Guesses that were verified."""
+    accepted_draft_tokens: int = 0
+    """Those of them that were right and needed."""
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+
+
+class EngineCore:
+    """Owns every request from submission to its last event. Single-threaded: the engine thread calls everything.
+
+    Exactly one batch is in flight: `step` sends nothing until `on_step_result` took the last answer. Per step:
+    match and allocate, drain the manager's swap step, send both as one batch; then take failures, tokens, commits.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        send: Callable[[BatchRequest], None],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        storage: StorageTier | None = None,
+        remote: RemotePrefills | None = None,
+        offered: OfferedPrefills | None = None,
+        recorder: TraceRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        num_ranks: int = 1,
+    ) -> None:
+        """`send` brings a batch to each of `num_ranks` worker ranks; each answers it with one result. `remote` of a
+        decode server, `offered` of a prefill server.
+        """
+        self._clock = clock
+        self.manager = manager
+        self.scheduler = Scheduler(
+            manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
+            is_remote=lambda generation, num_matched: remote is not None and remote.wants(generation, num_matched),
+        )
+        self._send = send
+        self.prefill_costs = PrefillCosts()
+        self.storage = storage
+        if storage is not None:
+            storage.weigh(self.prefill_costs.seconds)
+        self.recorder = recorder
+        self.peers = PeerRequests(manager, self.scheduler, remote=remote, offered=offered)
+        self._lookahead = manager.config.lookahead_requests
+        self.observe_first_token: Callable[[float], None] = lambda seconds: None
+        """Told the seconds from arrival to first token of every request."""
+        self._generations: dict[str, Generation] = {}
+        self._in_flight: list[Scheduled] | None = None
+        self._step_in_flight = -1
+        self._is_timed = False
+        """What the batch in flight takes says what computing it takes."""
+        self._sent_at = 0.0
+        self._closed: Failure | None = None
+        self._num_ranks = num_ranks
+        self._answers = RankAnswers(num_ranks)
+        self.counters = EngineCounters(copies=tuple(RankCopies() for _ in range(num_ranks)))
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is known and no batch is in flight."""
+        return self.scheduler.is_idle and self._in_flight is None
+
+    @property
+    def closed(self) -> Failure | None:
+        """Why no request is served any more, once that is so."""
+        return self._closed
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request. Its sink gets deltas up to one with a finish reason, or one failure."""
+        if self._closed is not None:
+            generation.sink(self._closed)
+            return
+        if generation.request_id in self._generations or self.peers.knows(generation.request_id):
+            # Ids of our own never repeat; a decode server may send a job again.
+            generation.sink(Failure(409, f"request {generation.request_id} is known already"))
+            return
+        self._generations[generation.request_id] = generation
+        if self.recorder is not None:
+            generation.ticket = self.recorder.arrived()
+        self.scheduler.add(generation)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request whose client is gone; a finished one is already forgotten."""
+        generation = self._generations.get(request_id)
+        if generation is not None:
+            self._end(generation)
+            self.counters.aborted += 1
+
+    def close(self, failure: Failure) -> None:
+        """Answer every open and every later request with `failure`, for good.
+
+        Touches neither scheduler nor manager: it must also work when a bug in them is the reason.
+        """
+        self._closed = self._closed or failure
+        generations, self._generations = self._generations, {}
+        for generation in generations.values():
+            generation.state = State.FINISHED
+            self.counters.failed += 1
+            self._record(generation)
+            generation.sink(failure)
+
+    def reset_cache(self, *, stored: bool = False) -> dict[str, list[str]]:
+        """Forget every cached block, with `stored` those of the store, too: they stay there, and this server does not
+        find them any more. Running requests go on and cache nothing more. Returns the tiers that were reset and kept.
+        """
+        self.manager.reset_cache()
+        tiers = {"reset": [CacheLevel.DEVICE.value], "kept": []}
+        if self.manager.config.num_host_blocks:
+            tiers["reset"].append(CacheLevel.HOST.value)
+        if self.storage is not None:
+            self.storage.cache_reset()
+            if stored:
+                self.storage.forget_stored()
+            tiers["reset" if stored else "kept"].append(CacheLevel.STORAGE.value)
+        return tiers
+
+    def check(self) -> dict[str, object]:
+        """Prove the manager's invariants, and when idle that nothing leaked. Raises `InvariantError`."""
+        storage_is_idle = self.storage is None or self.storage.is_idle
+        is_still = not self.manager.has_open_copies  # after a reset some wait for the next step
+        if self.is_idle and storage_is_idle and self.peers.is_idle and is_still:
+            self.manager.check_idle()
+            self.peers.check_idle()
+        else:
+            self.manager.check()
+        self._answers.check()
+        return {
+            "idle": self.is_idle and self.peers.is_idle,
+            "storage_idle": storage_is_idle,
+            "running": self.scheduler.num_running,
+            "waiting": self.scheduler.num_waiting,
+            "cache": asdict(self.manager.stats()),
+        }
+
+    def step(self) -> None:
+        """Send the next batch, if there is none in flight and anything to do: swaps alone are enough."""
+        self._fetch_ahead()
+        if self._closed is None:
+            self.peers.tick()
+        while self._in_flight is None and self._closed is None:
+            self.manager.expect([generation.hasher for generation in self.scheduler.next_waiting(self._lookahead)])
+            plan = self.scheduler.schedule()
+            for generation in self.peers.lost_offers():
+                self._fail(generation, 503, "its blocks were needed for others")
+            self.peers.admitted(plan)
+            transfers = self.peers.take_commands()
+            swap_step = self.manager.take_swap_step()
+            if self.storage is not None:
+                self.storage.step_taken(swap_step, computes=bool(plan))
+                for generation in (*(item.generation for item in plan), *self.scheduler.newly_fetching):
+                    self.storage.request_left(generation.request_id)
+                self.storage.go_on()
+            if plan or swap_step or transfers:
+                self._in_flight, self._step_in_flight = plan, swap_step.step
+                self._is_timed = self._num_ranks == 1 or not swap_step.swap_in
+                self.counters.steps += 1
+                self._sent_at = self._clock()
+                tasks = [_task(item) for item in plan]
+                self._send(BatchRequest(tasks, [swap_step] if swap_step else [], transfers))
+            elif self.scheduler.refused is None or self._others_hold_blocks:
+                return
+            else:
+                self._fail_unfit(self.scheduler.refused)
+
+    @property
+    def _others_hold_blocks(self) -> bool:
+        """A store or another server holds device blocks, which come back without a step of ours."""
+        is_stored = self.storage is not None and self.storage.holds_device_blocks
+        return is_stored or self.scheduler.num_aside > 0
+
+    def _fetch_ahead(self) -> None:
+        """What the next requests need from storage comes while others run."""
+        if self.storage is None or self._closed is not None:
+            return
+        for generation in self.scheduler.next_waiting(FETCHED_AHEAD):
+            if not generation.is_fetched_ahead:
+                generation.is_fetched_ahead = True
+                self.storage.request_arrived(generation.request_id, generation.hasher, generation.tokens)
+        self.storage.go_on()
+
+    def on_step_result(self, answer: StepResult, rank: int = 0) -> None:
+        """Take a rank's answer to the batch in flight. The step ends with the last one."""
+        assert self._in_flight is not None, "the worker answered a batch that was not sent"
+        retry = self._take_transfers(rank, answer.report)
+        result = self._answers.take_step(rank, answer)
+        if result is None:
+            self._retry(retry)
+            return
+        plan, self._in_flight = self._in_flight, None
+        if self.storage is not None:
+            self.storage.pass_ended(self._step_in_flight)
+        self._measure(plan, self._clock() - self._sent_at - result.report.exposed_wait_s)
+        retry = {**result.retry, **retry}
+        for item in plan:
+            generation = item.generation
+            if generation.state is not State.RUNNING:  # ended while the worker was computing
+                continue
+            request_id = generation.request_id
+            if request_id in result.errors:
+                self._fail(generation, 500, result.errors[request_id])
+            elif request_id not in retry:
+                self._advance(item, list(result.tokens.get(request_id, ())))
+                generation.drafts = result.drafts.get(request_id, ())
+        self._retry(retry)
+
+    def _measure(self, plan: list[Scheduled], seconds: float) -> None:
+        """What the prompts of a step cost to compute; that of a decoding request is another matter.
+
+        Where ranks wait for each other, no one knows how long a step stood still that loaded: one rank may wait for its
+        copies while another one computes, or waits for the first.
+        """
+        if not self._is_timed:
+            return
+        prompts = [(item.generation.num_computed, item.num_tokens) for item in plan if item.num_tokens > 1]
+        chunks = [(start, start + count) for start, count in prompts]
+        self.prefill_costs.computed(PrefillTime.of(chunks, seconds))
+
+    def on_report(self, report: TransferReport, rank: int = 0) -> None:
+        """Take the outcome of a rank's copies that ended between two steps."""
+        self._retry(self._take_transfers(rank, report))
+
+    def on_storage(self, answer: Answer) -> None:
+        """Take what the store says."""
+        assert self.storage is not None, "there is no storage"
+        if self._closed is None:
+            self.storage.answered(answer)
+
+    def on_transfer_news(self, news: TransferNews, rank: int = 0) -> None:
+        """Take what ended between a rank of this server and others."""
+        if self._closed is not None:
+            return
+        for end in self.peers.reported(news, rank):
+            generation = self._generations.get(end.request_id)
+            if generation is not None:  # the decode server has no use for it any more
+                self._fail(generation, 503, f"its blocks cannot be read any more: {end.error}")
+
+    def on_prefill_answer(self, request_id: str, answer: PrefillAnswer | str) -> None:
+        """Take what a prefill server answers: the first token, or why there is none."""
+        if self._closed is not None:
+            return
+        taken = self.peers.answered(request_id, answer)
+        generation = self._generations.get(request_id)
+        if taken is not None and generation is not None:
+            generation.cached_tokens = taken.cached_tokens
+            (delta,) = self._take_tokens(generation, [taken.token])
+            if delta.finish_reason is not None:
+                self._end(generation)
+                self.counters.finished += 1
+            generation.sink(delta)
+
+    def seconds_to_next_deadline(self) -> float | None:
+        """When to call `step` although nothing happens; None for never."""
+        if self._closed is not None:
+            return None
+        stored = None if self.storage is None else self.storage.seconds_to_next_deadline()
+        return min((each for each in (stored, self.peers.seconds_to_deadline()) if each is not None), default=None)
+
+    def _take_transfers(self, rank: int, report: TransferReport) -> dict[str, str]:
+        """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""
+        self.counters.copies[rank].add(report)
+        affected: dict[str, str] = {}
+        for result in self._answers.take_report(rank, report).transfers:
+            if not result.ok:
+                reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
+                logger.warning("step %d: %s", result.step, reason)
+                affected.update(dict.fromkeys(self.manager.transfer_failed(result), reason))
+        if self.storage is not None:
+            self.storage.copies_reported(rank, report)
+        return affected
+
+    def _retry(self, reasons: dict[str, str]) -> None:
+        for request_id, reason in reasons.items():
+            generation = self._generations.get(request_id)
+            if generation is not None and generation.state is State.FETCHING:
+                self.peers.lose(generation)
+            if generation is None or generation.state is not State.RUNNING:
+                continue
+            generation.copy_failures += 1
+            if generation.copy_failures > MAX_COPY_FAILURES:
+                self._fail(generation, 500, f"{reason} (gave up after {MAX_COPY_FAILURES} more attempts)")
+            else:
+                self.scheduler.preempt(generation)
+
+    def _advance(self, item: Scheduled, tokens: list[int]) -> None:
+        """The scheduled tokens are computed: commit their blocks, take the sampled tokens, one if there is no draft."""
+        generation = item.generation
+        generation.num_computed += item.num_tokens
+        generation.has_computed = True
+        self.counters.computed_tokens += item.num_tokens + len(item.drafts)
+        self.counters.draft_tokens += len(item.drafts)
+        deltas = self._take_tokens(generation, tokens)
+        self.manager.commit(generation.request_id, generation.num_computed)
+        if deltas and deltas[-1].finish_reason is not None:
+            self._end(generation, is_computed=True)
+            self.counters.finished += 1
+        for delta in deltas:
+            generation.sink(delta)
+
+    def _take_tokens(self, generation: Generation, tokens: list[int]) -> list[Delta]:
+        """Up to the one that ends the request. The one before each further token was a draft, and is computed."""
+        deltas: list[Delta] = []
+        for token in tokens:
+            if not generation.num_outputs:
+                self.observe_first_token(time.monotonic() - generation.submitted_at)
+            if deltas:
+                generation.num_computed += 1
+                self.counters.accepted_draft_tokens += 1
+            deltas.append(generation.append(token))
+            self.counters.generated_tokens += 1
+            if deltas[-1].finish_reason is not None:
+                break
+        return deltas
+
+    def _fail(self, generation: Generation, status: int, message: str) -> None:
+        self._end(generation)
+        self.counters.failed += 1
+        generation.sink(Failure(status, message))
+
+    def _end(self, generation: Generation, *, is_computed: bool = False) -> None:
+        """Give everything back, or let another server hold it. Safe while a batch is in flight: nothing is allocated
+        before its answer.
+        """
+        del self._generations[generation.request_id]
+        if not (is_computed and self.peers.keep(generation)) and not self.peers.leave(generation):
+            self.scheduler.finish(generation)
+        self._record(generation)
+        if self.storage is not None:
+            self.storage.request_left(generation.request_id)
+            if generation.has_computed:
+                self.storage.request_ended(generation.hasher, generation.tokens)
+
+    def _record(self, generation: Generation) -> None:
+        if self.recorder is None or generation.ticket is None:
+            return
+        if not generation.has_computed:
+            self.recorder.left(generation.ticket)
+            return
+        request = generation.request
+        hashes, num_prompt = generation.hasher.hashes, len(request.prompt_ids)
+        self.recorder.ended(generation.ticket, hashes, num_prompt, generation.num_outputs, request.session)
+
+    def _fail_unfit(self, head: Generation) -> None:
+        """Nothing runs and nothing is being copied: the request would wait without end, and the others behind it."""
+        logger.error("request %s cannot be admitted although nothing runs: %s", head.request_id, self.manager.stats())
+        self._fail(
+            head,
+            500,
+            "the request does not fit the device tier although nothing else runs: raise --num-gpu-blocks-override",
+        )
+
+
+def _task(item: Scheduled) -> StepTask:
+    generation = item.generation
+    start = generation.num_computed
+    end = start + item.num_tokens
+    return StepTask(
+        request_id=generation.request_id,
+        token_ids=generation.tokens[start:end],
+        start=start,
+        block_table=item.block_table,
+        needs_logits=item.reaches_end,
+        sampling=generation.sampling,
+        drafts=item.drafts,
+        images=tuple(each for each in generation.request.images if each.offset < end and each.end > start),
+    )

@@ -1,0 +1,180 @@
+"""One generation request: what was asked, how far it is, and what its client is told."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ....scheduler.block_hashing import BlockHasher
+
+if TYPE_CHECKING:
+    from ....telemetry.trace_recorder import Ticket
+    from ....transfer.settings import PeerPort
+    from ...model.sampler import SamplingParams
+    from ...model.vision import PlacedImage
+    from ..text import TextStream
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A validated request: it fits the model and the device tier."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    """Stop tokens and stop strings are ignored before this many output tokens."""
+    early_sampling: SamplingParams | None = None
+    """Instead of `sampling` for the first `min_tokens` tokens, where the model must not end."""
+    images: tuple[PlacedImage, ...] = ()
+    """In the order of their placeholders."""
+    session: str | None = None
+    """What the client calls the session or user, for a recorded trace."""
+    cache_salt: str = ""
+    offered_to: tuple[PeerPort, ...] = ()
+    """On a prefill server: the workers of the decode server that reads the prompt's blocks, by rank."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request. `cached_tokens` of the prompt were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New output. Text may lag behind the tokens: it waits for whole characters and possible stop strings."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    """`stop` or `length` on the last delta."""
+    usage: Usage | None = None
+    """So far."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The request ended without an answer."""
+
+    status: int
+    """HTTP status."""
+    message: str
+
+
+Sink = Callable[["Delta | Failure"], None]
+"""Receives every event of a request, in order, on the engine thread. Must not block or raise."""
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FETCHING = "fetching"
+    """It holds slots that another server's blocks arrive in; nothing of it is computed meanwhile."""
+    OFFERED = "offered"
+    """It is computed, and another server reads its blocks."""
+    LEAVING = "leaving"
+    """It has ended, and bytes may still arrive in its slots."""
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Generation:
+    """Mutable state of one request. Belongs to the engine thread."""
+
+    request: GenerationRequest
+    hasher: BlockHasher
+    """Hashes of `tokens`, extended whenever they are."""
+    text: TextStream
+    sink: Sink
+    arrival: int = -1
+    """Position in the order of arrival; earlier requests are served first and preempted last."""
+    state: State = State.WAITING
+    num_computed: int = 0
+    """Leading tokens whose KV is in the request's blocks."""
+    is_fetched_ahead: bool = False
+    """Its stored prefix was asked for."""
+    has_computed: bool = False
+    """It ran before: what it finds in the cache after a preemption is its own work too."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were never computed for this request; None before it was first admitted."""
+    tokens_before_wait: int | None = None
+    """Cached tokens when it began to wait for a prefix that another request computes; None if it does not."""
+    copy_failures: int = 0
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens behind `tokens`."""
+    prefill_url: str | None = None
+    """On a decode server: who computes its prompt. None once that has been asked, or is not to be."""
+    has_lost_offer: bool = False
+    """It was preempted, and its blocks are not what was offered."""
+    ticket: Ticket | None = None
+    """Of the trace that is recorded."""
+    submitted_at: float = field(default_factory=time.monotonic)
+    tokens: list[int] = field(init=False)
+    """Prompt and output so far; the KV of the last sampled token is not computed yet."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that must be computed before the next one can be sampled; at least 1."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def max_computed(self) -> int:
+        """Tokens whose KV is ever computed, at most: not that of the last one."""
+        return len(self.request.prompt_ids) + self.request.max_tokens - 1
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of the next token."""
+        request = self.request
+        is_early = self.num_outputs < request.min_tokens
+        return request.early_sampling if is_early and request.early_sampling is not None else request.sampling
+
+    @property
+    def usable_drafts(self) -> tuple[int, ...]:
+        """Those to compute with the next token: all are sampled alike, and tokens are left to be guessed."""
+        room = self.max_computed - self.num_tokens
+        return () if self.num_outputs < self.request.min_tokens else self.drafts[: max(0, room)]
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.request.prompt_ids), self.num_outputs, self.cached_tokens or 0)
+
+    def append(self, token: int) -> Delta:
+        """Take over a sampled token and say what the client learns from it; `finish_reason` is set at the end."""
+        self.drafts = ()
+        self.tokens.append(token)
+        self.hasher.extend([token])
+        may_stop = self.num_outputs >= self.request.min_tokens
+        if may_stop and token in self.request.stop_token_ids:
+            return Delta(self.text.flush(), (token,), "stop", self.usage)
+        text = self.text.push(token, may_stop=may_stop)
+        if self.text.stopped:
+            return Delta(text, (token,), "stop", self.usage)
+        if self.num_outputs >= self.request.max_tokens:
+            text += self.text.flush()
+            return Delta(text, (token,), "stop" if self.text.stopped else "length", self.usage)
+        return Delta(text, (token,), usage=self.usage)

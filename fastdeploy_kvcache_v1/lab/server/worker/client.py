@@ -1,0 +1,166 @@
+"""The engine's end of the worker processes, one per tensor-parallel rank: starts them, talks to them, cleans up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from ....contract.batch_request import BatchRequest
+from ....contract.messages import CopyPath
+from ....errors import ConfigError
+from ....storage.backends import make_link
+from ....storage.engine.link import StorageLink
+from ....storage.namespace import Namespace
+from ....storage.settings import StorageSettings
+from ....transfer.role_info import RankInfo
+from ...model.ranks import rank_pipes
+from ..settings import ServerConfig
+from .messages import WorkerLaunch
+from .rank_process import POLL_S, STOP_TIMEOUT_S, Answer, RankProcess
+
+__all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError"]
+
+logger = logging.getLogger(__name__)
+
+MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/storage-commands12")
+"""Unix socket names have at most 107 bytes."""
+
+
+class StartInterruptedError(Exception):
+    """The server was told to stop while its workers started; nothing is left of them."""
+
+
+class ProcessWorkerClient:
+    """The engine's end of spawned worker processes.
+
+    Construct and `close` on the main thread: the workers die with the thread that started them.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        namespace: Namespace | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Starts all ranks and returns when they can take batches. `namespace` of their blocks, where a store or
+        another server has some.
+
+        Raises `ConfigError`, `ModelError` or `StorageError` when one refuses its settings, model or store,
+        `WorkerDiedError` when it ends for another reason, `StartInterruptedError` soon after `stop_requested` became
+        true.
+        """
+        self._stop_requested = stop_requested
+        self._ranks: list[RankProcess] = []
+        self._is_dead = threading.Lock()
+        """Held once the end of one rank was told: what becomes of the others follows from it."""
+        self._directory: Path | None = None
+        """Where storage agents meet the engine, until every rank is ready."""
+        self.storage: StorageLink | None = None
+        """To the workers' storage agents, if there is storage."""
+        self.copy_paths: list[tuple[CopyPath, ...]] = []
+        """How each rank copies."""
+        self.rank_infos: list[RankInfo] = []
+        """Where other servers reach each rank, with a role."""
+        try:
+            addresses = [("", "")] * config.tensor_parallel_size
+            if config.storage is not None:
+                self._directory = _private_directory()
+                results = f"ipc://{self._directory / 'storage-results'}"
+                names = (f"storage-commands{rank}" for rank in range(config.tensor_parallel_size))
+                addresses = [(f"ipc://{self._directory / name}", results) for name in names]
+                self.storage = _bind_storage(config.storage, addresses)
+            for rank, peers in enumerate(rank_pipes(config.tensor_parallel_size)):
+                launch = WorkerLaunch(
+                    config=config,
+                    namespace=namespace,
+                    rank=rank,
+                    storage_addresses=addresses[rank],
+                    parent_pid=os.getpid(),
+                )
+                self._ranks.append(RankProcess(launch, peers, on_poll=self._require_start))
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """By rank."""
+        return [rank.pid for rank in self._ranks]
+
+    def listen(self, on_message: Callable[[int, Answer], None], on_death: Callable[[str], None]) -> None:
+        """Deliver answers, each with its rank, and at most once the reason of an unexpected death, from threads of the
+        client.
+        """
+        for number, rank in enumerate(self._ranks):
+            rank.listen(partial(on_message, number), partial(self._tell_death, on_death))
+
+    def send(self, batch: BatchRequest) -> None:
+        """Hand over a batch to every rank without blocking. A dead worker is no error here: `on_death` tells."""
+        for rank in self._ranks:
+            rank.send(batch)
+
+    def close(self) -> None:
+        """Stop the workers and free everything. No callback runs afterwards. Idempotent."""
+        for rank in self._ranks:
+            rank.request_stop()
+        deadline = time.monotonic() + STOP_TIMEOUT_S  # for all of them together
+        for rank in self._ranks:
+            rank.close(deadline)
+        if self.storage is not None:
+            self.storage.close()
+        self._remove_directory()
+
+    def _wait_until_ready(self) -> None:
+        while self.storage is not None and not self.storage.is_connected(round(POLL_S * 1000)):
+            self._require_start()
+        for rank in self._ranks:
+            ready = rank.wait_ready()
+            if ready.transfer is not None:
+                self.rank_infos.append(ready.transfer)
+            self.copy_paths.append(ready.paths)
+        self._remove_directory()  # its names have served: from here on not even a SIGKILL leaves files behind
+
+    def _require_start(self) -> None:
+        """The ranks wait for each other: one that ends would keep the others from starting."""
+        if self._stop_requested():
+            raise StartInterruptedError("stopped while the worker started")
+        for rank in self._ranks:
+            rank.require_running()
+
+    def _tell_death(self, on_death: Callable[[str], None], reason: str) -> None:
+        if self._is_dead.acquire(blocking=False):
+            logger.error("%s", reason)
+            on_death(reason)
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _bind_storage(settings: StorageSettings, addresses: list[tuple[str, str]]) -> StorageLink:
+    try:
+        return make_link(settings, [commands for commands, _ in addresses], addresses[0][1])
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot make a socket at {addresses[0][1]}: {error}") from None
+
+
+def _private_directory() -> Path:
+    """A new directory with mode 0700 whose path is short enough for unix sockets. Raises `ConfigError`."""
+    try:
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > MAX_PARENT_PATH:
+            parent = "/tmp"
+        return Path(tempfile.mkdtemp(prefix="fastdeploy-kvcache-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"cannot make a temporary directory: {error}: set TMPDIR to another place") from None

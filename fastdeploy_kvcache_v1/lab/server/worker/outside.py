@@ -1,0 +1,117 @@
+"""How the blocks of a worker process reach the outside: its storage agent, and its transfer desks."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+
+from ....contract.messages import CacheLevel
+from ....storage.agent import StorageAgent
+from ....storage.attention_store.agent import AttentionStoreAgent
+from ....storage.attention_store.sdk import DeviceCaches
+from ....storage.backends import open_backend
+from ....storage.base import SlotMemory
+from ....storage.lane_agent import LaneAgent
+from ....storage.namespace import Namespace
+from ....storage.seal import TRAILER_BYTES
+from ....storage.settings import StorageSettings
+from ....transfer.control_link import Self
+from ....transfer.geometry import Geometry
+from ....transfer.plane import DataPlane
+from ....transfer.rank_transfers import RankTransfers
+from ....transfer.settings import PeerPort
+from ....transfer.socket_plane import SocketPlane
+from ....worker.cache_controller import CacheController
+from ..disaggregation.settings import Role, RoleSettings
+
+__all__ = ["digest_of", "give_memory", "host_trailer_bytes", "make_agent", "make_transfers"]
+
+
+def make_agent(settings: StorageSettings | None, addresses: tuple[str, str], rank: int) -> LaneAgent | None:
+    """`addresses` are those of its commands and of its answers; `rank` is its worker's."""
+    if settings is None:
+        return None
+    if settings.uses_device_tier:
+        return AttentionStoreAgent(*addresses, rank=rank)
+    return StorageAgent(*addresses, rank=rank, open_backend=partial(open_backend, settings, rank=rank))
+
+
+def host_trailer_bytes(settings: StorageSettings | None) -> int:
+    """Behind each host slot, for the checksum of a block that is stored from there."""
+    return 0 if settings is None or settings.uses_device_tier else TRAILER_BYTES
+
+
+def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namespace | None) -> None:
+    """The tiers have memory. Raises `ConfigError` or `StorageError` when the store cannot be used."""
+    if isinstance(agent, AttentionStoreAgent):
+        assert namespace is not None, "where there is storage there is a namespace"
+        agent.use(
+            DeviceCaches.over(
+                controller.transfers.device_rows,
+                late_writes=controller.transfers.late_writes,
+                refilled=controller.transfers.refilled,
+            )
+        )
+        agent.connect(namespace)
+    else:
+        assert isinstance(agent, StorageAgent)
+        pool = controller.host_pool
+        memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
+        agent.use(pool.memory_of_slot, memory, partial(controller.transfers.refilled, level=CacheLevel.HOST))
+
+
+def digest_of(namespace: Namespace) -> str:
+    """Of what decides the bytes of a block; the same on both sides of a transfer."""
+    return hashlib.sha256(f"{namespace.model} {namespace.implementation}".encode()).hexdigest()[:32]
+
+
+def make_transfers(
+    role: RoleSettings,
+    controller: CacheController,
+    *,
+    block_size: int,
+    model: str,
+    num_kv_heads: int | None,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> RankTransfers:
+    """Of one rank. `model`: see `digest_of`. `num_kv_heads` are shared by the ranks; None for a latent cache, which is
+    whole on each. Raises `ConfigError` when it cannot listen, or the plane does not work here.
+    """
+    regions = [rows for layer in controller.transfers.device_rows for rows in layer]
+    address = role.address_of(rank)
+    plane = _make_plane(role, address)
+    try:
+        plane.register(regions)
+        geometry = Geometry.of(
+            controller.layout,
+            model=model,
+            block_size=block_size,
+            tp_size=num_ranks,
+            tp_rank=rank,
+            num_kv_heads=num_kv_heads,
+        )
+        return RankTransfers(
+            Self(geometry, plane.address(), role.transfer),
+            plane,
+            controller.transfers.device_hazards,
+            listen=address if role.role is Role.DECODE else None,
+            # Both sides compare a digest of their memory, over the control link. A plane's own checksum finds accidents
+            # at once; who changes bytes on the data connection can change it as well.
+            regions=regions if role.checksums else (),
+            names_come_once=True,  # each is a UUID
+        )
+    except BaseException:
+        plane.close()
+        raise
+
+
+def _make_plane(role: RoleSettings, address: PeerPort) -> DataPlane:
+    host, port = address
+    if role.plane == "mooncake":
+        from ....transfer.mooncake_plane import MooncakePlane  # only then its package is needed
+
+        return MooncakePlane(host)
+    # A decode server reads; its end of the plane serves nobody, and gets any port.
+    port = 0 if role.role is Role.DECODE else port
+    return SocketPlane(host, role.transfer.secret, port=port, checksums=role.checksums)

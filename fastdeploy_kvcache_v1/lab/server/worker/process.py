@@ -1,0 +1,170 @@
+"""The worker process: model, caches and copies. `python -m fastdeploy_kvcache_v1.lab.server.worker.process`.
+
+Its arguments are the file descriptors of the pipe to the engine and of those to other ranks. It stops on the engine's
+`None`, dies with the engine process, and ignores SIGINT and SIGTERM: the engine decides when it ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import warnings
+from multiprocessing.connection import Connection
+
+from msgspec.structs import replace
+
+from ....contract.batch_request import BatchRequest
+from ....errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError, WorkerDiedError
+from ....storage.lane_agent import LaneAgent
+from ....transfer.rank_transfers import RankTransfers
+from ....transfer.role_info import RankInfo
+from ....worker.cache_controller import CacheController
+from ....worker.ops.copies import cpu_paths
+from ...child_processes import die_with_parent
+from ...model import configure_reproducible_math, load_model
+from ...model.copy_faults import VARIABLE, make_runtime
+from ...model.ranks import Ranks, inherited_pipes
+from ...model.step_runner import StepRunner
+from .messages import WorkerLaunch, WorkerReady
+from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
+
+logger = logging.getLogger(__name__)
+
+OPEN_COPIES_POLL_S = 0.005
+OPEN_TRANSFERS_POLL_S = 0.001
+"""A fetch takes several turns, and its request waits for each."""
+IDLE_TRANSFERS_POLL_S = 0.1
+DRAIN_TIMEOUT_S = 5.0
+
+LIBGOMP = "libgomp.so.1"
+
+END_OF_GROUP_S = 10.0
+"""So long a rank that lost another one waits to be stopped. The engine should tell of the one that ended first."""
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link, *peers = inherited_pipes(sys.argv[1:])
+    launch = link.recv()
+    assert isinstance(launch, WorkerLaunch)
+    die_with_parent(launch.parent_pid)
+    logging.basicConfig(
+        level=launch.config.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s worker{launch.rank or ''} %(name)s: %(message)s",
+    )
+    agent = make_agent(launch.config.storage, launch.storage_addresses, launch.rank)
+    ranks = Ranks(launch.rank, peers, size=launch.config.tensor_parallel_size)  # the engine notices when one ends
+    return _serve(launch, link, ranks, agent)
+
+
+def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgent | None) -> int:
+    try:
+        runner, controller, transfers = _build(launch, ranks)
+        if agent is not None:
+            give_memory(agent, controller, launch.namespace)
+    except Exception as error:  # the edge of the process: the engine process reports it
+        if not isinstance(error, KVCacheError):
+            logger.exception("the worker cannot start")
+        is_user_error = isinstance(error, ConfigError | ModelError | StorageError)
+        link.send(error if is_user_error else WorkerDiedError(f"the worker cannot start: {error!r}"))
+        return 1
+    info = None if transfers is None else RankInfo(transfers.port, transfers.plane_address, transfers.geometry)
+    link.send(WorkerReady(cpu_paths(), info))
+    try:
+        _loop(runner, link, transfers)
+        controller.transfers.drain(DRAIN_TIMEOUT_S)
+    except RankGroupError as error:
+        logger.error("rank %d cannot go on: %s", launch.rank, error)
+        link.poll(END_OF_GROUP_S)
+        return 1
+    finally:
+        if transfers is not None:
+            transfers.close()
+        if agent is None or agent.close():
+            controller.free()  # the memory of a store that hangs goes with the process
+    return 0
+
+
+def _build(launch: WorkerLaunch, ranks: Ranks) -> tuple[StepRunner, CacheController, RankTransfers | None]:
+    config = launch.config
+    configure_reproducible_math(config.threads)
+    warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
+    _import_paddle()  # only now, since this fixes the mode of its math library
+
+    model = replace(config.model, max_position=config.max_model_len)
+    block_size = config.cache.block_size
+    backend = model.shard(ranks.size).cache_backend(block_size=block_size, dtype=config.cache_dtype)
+    computing = load_model(config.model_path, model, backend.layout, ranks)
+    controller = CacheController(
+        backend,
+        runtime=make_runtime(os.environ.get(VARIABLE, ""), ranks.rank),
+        rank=ranks.rank,
+        host_trailer_bytes=host_trailer_bytes(config.storage),
+        host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
+    )
+    caches = controller.initialize_kv_cache(config.cache.num_device_blocks, config.cache.num_host_blocks)
+    transfers = None
+    if config.role is not None and launch.namespace is not None:
+        transfers = make_transfers(
+            config.role,
+            controller,
+            block_size=block_size,
+            model=digest_of(launch.namespace),
+            num_kv_heads=None if model.ranks_cache_alike else model.num_kv_heads,
+            rank=ranks.rank,
+            num_ranks=ranks.size,
+        )
+
+    runner = StepRunner(
+        computing.forward,
+        controller,
+        caches,
+        block_size=block_size,
+        guess=computing.guess,
+        transfers=transfers,
+        ranks=ranks,
+    )
+    return runner, controller, transfers
+
+
+def _import_paddle() -> None:
+    """Raises `ConfigError` where the system lacks the one library that Paddle's wheel does not bring."""
+    try:
+        importlib.import_module("paddle")
+    except ImportError as error:
+        if LIBGOMP not in str(error):
+            raise
+        raise ConfigError(f"paddle cannot be loaded ({error}): apt-get install libgomp1") from None
+
+
+def _loop(runner: StepRunner, link: Connection, transfers: RankTransfers | None = None) -> None:
+    """Answer batches until the engine says `None`; between them, tell it how open copies, leases and fetches ended."""
+    while True:
+        if link.poll(_patience_s(runner.has_open_copies, transfers)):
+            batch: BatchRequest | None = link.recv()
+            if batch is None:
+                return
+            link.send(runner.run(batch))
+        elif (report := runner.take_report()).transfers:
+            link.send(report)
+        if transfers is not None:
+            transfers.turn()
+            if news := transfers.take_news():
+                link.send(news)
+
+
+def _patience_s(copies: bool, transfers: RankTransfers | None) -> float | None:
+    """How long to wait for the next batch at a stretch; None for ever."""
+    if transfers is None:
+        return OPEN_COPIES_POLL_S if copies else None
+    if transfers.is_busy:
+        return OPEN_TRANSFERS_POLL_S
+    return OPEN_COPIES_POLL_S if copies else IDLE_TRANSFERS_POLL_S
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Generators of request traces: `fastdeploy-kvcache traffic KIND`. A new kind is a function and its row in `KINDS`."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, count, cycle, islice
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError
+
+__all__ = ["KINDS", "Shape", "Source", "add_arguments", "run"]
+
+TOKENS_PER_ID = 64
+
+MS_PER_TOKEN = 30
+"""Between two output tokens, where a later turn waits for them: as `replay --closed-loop` has it."""
+
+Line = dict[str, Any]
+"""One line of a trace, see `lab/replay/trace.py`. In milliseconds and tokens."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a user may choose; what it means beside the rate is for each kind to say."""
+
+    rate: float
+    """Requests per second, on average."""
+    tokens: int
+    items: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text of which only length and identity matter. Two prompts with equal ids begin with the same tokens."""
+
+    length: int = 0
+    ids: tuple[int, ...] = ()
+    """Of its full blocks."""
+
+
+class Source:
+    """Seeded dice, and ids that nobody else gets: the same seed makes the same traffic. Not thread-safe."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._new_id = count(1).__next__
+
+    def longer(self, prompt: Prompt, num_tokens: int) -> Prompt:
+        """`prompt` with so many new tokens behind it."""
+        length = prompt.length + num_tokens
+        num_new = length // TOKENS_PER_ID - len(prompt.ids)
+        return Prompt(length, prompt.ids + tuple(self._new_id() for _ in range(num_new)))
+
+    def fresh(self, num_tokens: int) -> Prompt:
+        """Tokens that were never sent before."""
+        return self.longer(Prompt(), num_tokens)
+
+    def about(self, median: float, *, spread: float = 0.6) -> int:
+        """Log-normal, at least 1: lengths of texts and pauses of people are (spread 0.6: one in six is 1.8 times as
+        much).
+        """
+        return max(1, round(median * self.random.lognormvariate(0, spread)))
+
+    def documents(self, shape: Shape) -> list[Prompt]:
+        """`items` of them, of `tokens`, about."""
+        return [self.fresh(self.about(shape.tokens)) for _ in range(shape.items)]
+
+    def times_ms(self, per_second: float) -> Iterator[float]:
+        """Poisson arrivals."""
+        now = 0.0
+        while True:
+            now += 1000 * self.random.expovariate(per_second)
+            yield now
+
+    def popular(self, items: list[Prompt]) -> Callable[[], Prompt]:
+        """Draws item `i` in proportion to `1 / (i + 1)`, in the order that the list has then (Zipf's law)."""
+        weights = list(accumulate(1 / (place + 1) for place in range(len(items))))
+        return lambda: self.random.choices(items, cum_weights=weights)[0]
+
+    def line(self, time_ms: float, prompt: Prompt, output_length: int, *, whole: Prompt | None = None) -> Line:
+        """`whole`: prompt and output together, where a later prompt repeats the output."""
+        partial = () if prompt.length % TOKENS_PER_ID == 0 else (self._new_id(),)
+        line: Line = {
+            "timestamp": round(time_ms),
+            "input_length": prompt.length,
+            "output_length": output_length,
+            "tokens_per_id": TOKENS_PER_ID,
+            "hash_ids": [*prompt.ids, *partial],
+        }
+        if whole is not None:
+            line["output_hash_ids"] = list(whole.ids[len(prompt.ids) :])
+        return line
+
+
+class Turn(NamedTuple):
+    """One request of a session."""
+
+    prompt: Prompt
+    output_length: int
+    whole: Prompt
+    """Prompt and output."""
+    pause_ms: int | None = None
+    """Between the end of the turn before and this one; None for a first turn."""
+
+
+def conversation(
+    source: Source, prompt: Prompt, *, num_turns: int, output_tokens: float, more_tokens: float, pause_ms: float
+) -> Iterator[Turn]:
+    """A session that begins with `prompt`; each later prompt holds all before it, the last output too, and more.
+
+    Numbers are medians.
+    """
+    for number in range(num_turns):
+        output_length = source.about(output_tokens)
+        whole = source.longer(prompt, output_length)
+        yield Turn(prompt, output_length, whole, source.about(pause_ms, spread=1.0) if number else None)
+        prompt = source.longer(whole, source.about(more_tokens))
+
+
+def interleaved(source: Source, sessions_per_second: float, session: Callable[[], Iterator[Turn]]) -> Iterator[Line]:
+    """Lines in the order of arrival, without end. Sessions begin at random; turns follow each other with pauses."""
+    starts = source.times_ms(sessions_per_second)
+    next_start, numbers = next(starts), count()
+    waiting: list[tuple[float, int, Turn, Iterator[Turn]]] = []
+    while True:
+        while not waiting or next_start <= waiting[0][0]:
+            turns = session()
+            heapq.heappush(waiting, (next_start, next(numbers), next(turns), turns))
+            next_start = next(starts)
+        now, number, turn, turns = heapq.heappop(waiting)
+        delay = {} if turn.pause_ms is None else {"delay": turn.pause_ms}
+        yield source.line(now, turn.prompt, turn.output_length, whole=turn.whole) | {"session_id": number} | delay
+        following = next(turns, None)
+        if following is not None:
+            begin = now + turn.output_length * MS_PER_TOKEN + (following.pause_ms or 0)
+            heapq.heappush(waiting, (begin, number, following, turns))
+
+
+def scan(source: Source, shape: Shape) -> Iterator[Line]:
+    """No cache can hit anything; a good one loses nothing else to it. `items` means nothing."""
+    for now in source.times_ms(shape.rate):
+        yield source.line(now, source.fresh(source.about(shape.tokens)), source.about(200))
+
+
+def loop(source: Source, shape: Shape) -> Iterator[Line]:
+    """LRU throws each document out just before it is needed. Each has another question behind it every time."""
+    for now, document in zip(source.times_ms(shape.rate), cycle(source.documents(shape)), strict=False):
+        yield source.line(now, source.longer(document, source.about(60)), source.about(150))
+
+
+def hot(source: Source, shape: Shape) -> Iterator[Line]:
+    """A system prompt of exactly `tokens`, and questions that nobody repeats; `items` means nothing."""
+    system = source.fresh(shape.tokens)
+    for now in source.times_ms(shape.rate):
+        yield source.line(now, source.longer(system, source.about(400)), source.about(150))
+
+
+def chat(source: Source, shape: Shape) -> Iterator[Line]:
+    """People, who read the answer and think before they ask on; the first system prompt is asked most."""
+    mean_turns = 4.0
+    system = source.popular(source.documents(replace(shape, tokens=350)))
+
+    def session() -> Iterator[Turn]:
+        # Most conversations end after a turn or two, and a few go on for long.
+        num_turns = min(100, max(1, round(source.random.expovariate(1 / mean_turns))))
+        first = source.longer(system(), source.about(shape.tokens, spread=1.0))
+        return conversation(source, first, num_turns=num_turns, output_tokens=250, more_tokens=120, pause_ms=25_000)
+
+    return interleaved(source, shape.rate / mean_turns, session)
+
+
+def agents(source: Source, shape: Shape) -> Iterator[Line]:
+    """A session is a task, and one to twelve calls of tools that follow each other quickly, and whose results become
+    part of the prompt; the first instructions are used most.
+    """
+    mean_calls = 6.5
+    instructions = source.popular(source.documents(shape))
+
+    def session() -> Iterator[Turn]:
+        first = source.longer(instructions(), source.about(500))
+        num_turns = source.random.randint(1, 12)
+        return conversation(source, first, num_turns=num_turns, output_tokens=100, more_tokens=600, pause_ms=1_500)
+
+    return interleaved(source, shape.rate / mean_calls, session)
+
+
+def shifting(source: Source, shape: Shape) -> Iterator[Line]:
+    """Old counts of uses mislead. Each document has a question of its own behind it every time."""
+    period_ms, period = 300_000, 0
+    documents = source.documents(shape)
+    popular = source.popular(documents)
+    for now in source.times_ms(shape.rate):
+        if now >= period_ms * (period + 1):
+            period = int(now / period_ms)
+            source.random.shuffle(documents)
+        yield source.line(now, source.longer(popular(), source.about(60)), source.about(150))
+
+
+def batch(source: Source, shape: Shape) -> Iterator[Line]:
+    """A job sends 200 documents, each once, at a steady pace: a scan that comes and goes."""
+
+    def jobs() -> Iterator[Line]:
+        """One after the other, at twice the average pace, with pauses as long as they are."""
+        instructions = [source.fresh(300) for _ in range(shape.items)]
+        now, num_requests = 0.0, 200
+        while True:
+            instruction = source.random.choice(instructions)
+            for _ in range(num_requests):
+                now += 1000 / shape.rate
+                yield source.line(now, source.longer(instruction, source.about(shape.tokens)), source.about(100))
+            now += 1000 * num_requests / shape.rate
+
+    return heapq.merge(chat(source, Shape(shape.rate / 2, 500, 3)), jobs(), key=lambda line: float(line["timestamp"]))
+
+
+class Kind(NamedTuple):
+    """`lines` never end. The shape is that of real traffic."""
+
+    lines: Callable[[Source, Shape], Iterator[Line]]
+    shape: Shape
+    help: str
+
+
+KINDS = {
+    "scan": Kind(scan, Shape(4, 4_000, 1), "every prompt is new"),
+    "loop": Kind(loop, Shape(4, 6_000, 300), "ITEMS documents of TOKENS in turn, again and again"),
+    "hot": Kind(hot, Shape(10, 6_000, 1), "one system prompt of TOKENS, short questions"),
+    "chat": Kind(
+        chat, Shape(6, 900, 3), "conversations with a first message of TOKENS, behind one of ITEMS system prompts"
+    ),
+    "agents": Kind(
+        agents, Shape(6, 6_000, 40), "sessions of calls that share one of ITEMS long instructions of TOKENS"
+    ),
+    "shifting": Kind(
+        shifting, Shape(4, 4_000, 600), "ITEMS documents of TOKENS, a few of them popular, others every five minutes"
+    ),
+    "batch": Kind(
+        batch, Shape(6, 5_000, 4), "half chat, half jobs: new documents of TOKENS behind one of ITEMS instructions"
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["kinds:", *(f"  {name:9} {kind.help}" for name, kind in KINDS.items())])
+    parser.add_argument("kind", choices=tuple(KINDS), metavar="KIND", help="see below")
+    parser.add_argument("--requests", type=int, default=10_000, metavar="N", help="lines to write (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="equal seeds make equal traces (%(default)s)")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests per second on average (the kind's)")
+    parser.add_argument("--tokens", type=int, help="see below (the kind's)")
+    parser.add_argument("--items", type=int, help="see below (the kind's)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the trace to standard output. Raises `ConfigError` for a value that cannot work."""
+    given = {name: value for name in ("rate", "tokens", "items") if (value := getattr(args, name)) is not None}
+    for name, value in {"requests": args.requests, **given}.items():
+        if not (0 < value < float("inf") if name == "rate" else value >= 1):
+            least = "more than 0" if name == "rate" else "at least 1"
+            raise ConfigError(f"--{name} must be {least}, got {value}")
+    kind = KINDS[args.kind]
+    lines = kind.lines(Source(args.seed), replace(kind.shape, **given))
+    try:
+        for line in islice(lines, args.requests):
+            print(json.dumps(line, separators=(",", ":")))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

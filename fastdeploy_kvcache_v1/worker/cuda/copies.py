@@ -1,0 +1,263 @@
+"""Copies between the memory of a GPU and page-locked host memory: one launch, one batch, or a call for each run.
+
+Where rows are is uploaded once, and a plan once per step, so that a layer costs one launch with 40 bytes of arguments,
+however many runs there are. The kernel is `custom_ops/copy_rows.cu`; its PTX travels with the package and the driver
+compiles it, for every GPU from sm_80 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from ctypes import byref, c_int32, c_size_t, c_uint, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import ConfigError, TransferError
+from ..ops.copies import Copies
+from ..ops.rows import BlockRows, CopyRuns, LayerRows
+from .driver import DriverStream, driver
+from .rates import BATCH, KERNEL, RUNS, Rates
+
+PTX = Path(__file__).with_name("copy_rows.ptx")
+
+ROW = np.dtype(
+    [
+        ("device", "u8"),
+        ("host", "u8"),
+        ("device_pitch", "i8"),
+        ("host_pitch", "i8"),
+        ("bytes", "i4"),
+        ("unit", "i4"),
+    ]
+)
+"""As in the kernel's source."""
+
+GROUPS, THREADS = 8, 256
+"""Of a launch; as in the kernel's source."""
+
+MOST_BATCHED = 4096
+"""Copies of one call; drivers were seen to crash at 51,828."""
+
+IN_STREAM_ORDER, UNIFIED = 1, 4
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is never read early. CU_MEMORYTYPE_UNIFIED: any address."""
+
+
+class _Arguments(ctypes.Structure):
+    """Of the kernel."""
+
+    _fields_ = (
+        ("rows", c_uint64),
+        ("runs", c_uint64),
+        *((name, c_int32) for name in ("first_row", "end_row", "num_runs", "num_blocks", "to_device")),
+    )
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((f"{of}_{axis}", c_uint) for of in ("groups", "threads") for axis in "xyz"),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("num_attributes", c_uint),
+    )
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (("access_order", c_uint), ("hints", c_uint * 4), ("flags", c_uint))
+
+
+def _side(name: str) -> list[tuple[str, Any]]:
+    of_bytes = [("x", c_size_t), ("y", c_size_t), ("type", c_uint), ("host", c_void_p), ("address", c_uint64)]
+    return [(f"{name}_{part}", kind) for part, kind in [*of_bytes, ("array", c_void_p), ("pitch", c_size_t)]]
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (*_side("source"), *_side("target"), ("width", c_size_t), ("height", c_size_t))
+
+
+def copy_2d(
+    stream: DriverStream, source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int
+) -> None:
+    """Enqueue a copy of `height` rows of `width` bytes, anywhere: the addresses say whose memory they are."""
+    copy = _Copy2D(source_type=UNIFIED, source_address=source, source_pitch=source_pitch, width=width, height=height)
+    copy.target_type, copy.target_address, copy.target_pitch = UNIFIED, target, target_pitch
+    stream.call("cuMemcpy2DAsync", byref(copy), stream.handle)
+
+
+def copy_batch(
+    stream: DriverStream,
+    targets: npt.NDArray[np.uint64],
+    sources: npt.NDArray[np.uint64],
+    sizes: npt.NDArray[np.uint64],
+) -> None:
+    """Enqueue copies by addresses and bytes, in any order, each source read in the order of the stream."""
+    attributes, start, failed = _Attributes(IN_STREAM_ORDER), c_size_t(0), c_size_t(0)
+    for begin in range(0, len(sizes), MOST_BATCHED):
+        some = [array[begin : begin + MOST_BATCHED] for array in (targets, sources, sizes)]
+        pointers = [array.ctypes.data for array in some]
+        more = (byref(attributes), byref(start), 1, byref(failed), stream.handle)
+        stream.call("cuMemcpyBatchAsync", *pointers, len(some[0]), *more, copies=len(some[0]))
+
+
+class _Kernel:
+    """The kernel in one direction, over memory of the GPU: where rows are, and the plan that was uploaded last.
+
+    A plan lies behind the one before it on the stream, whose launches have read that one by then.
+    """
+
+    def __init__(self, cupy: Any, function: c_void_p, rows: int, runs: int, *, to_device: bool) -> None:
+        self._cupy, self._function = cupy, function
+        self._arguments = _Arguments(rows, runs, to_device=to_device)
+        self._parameters = (c_void_p * 1)(ctypes.addressof(self._arguments))
+        self._shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
+        self._launch = ctypes.addressof(self._shape)
+        self._sources: deque[tuple[Any, Any]] = deque()
+        """Events, and page-locked memory that uploads may read until then."""
+
+    def upload(self, stream: DriverStream, runs: CopyRuns) -> None:
+        """For the launches that follow, on the same stream."""
+        while self._sources and self._sources[0][0].done():
+            self._sources.popleft()
+        table = runs.table.astype(np.int32)
+        table[:, 2] = np.cumsum(table[:, 2]) - table[:, 2]
+        size = 1 << max(12, (table.nbytes - 1).bit_length())  # few sizes: CuPy has a pool of them
+        source = self._cupy.cuda.alloc_pinned_memory(size)
+        ctypes.memmove(source.ptr, table.ctypes.data, table.nbytes)
+        stream.call("cuMemcpyHtoDAsync", self._arguments.runs, source.ptr, table.nbytes, stream.handle)
+        self._sources.append((stream.record_event(), source))
+        self._shape.stream = stream.handle
+        self._arguments.num_runs, self._arguments.num_blocks = len(runs), len(runs.sources)
+
+    def launch(self, stream: DriverStream, first: int, end: int) -> None:
+        self._arguments.first_row, self._arguments.end_row = first, end  # the driver copies them at the call
+        stream.call("cuLaunchKernelEx", self._launch, self._function, self._parameters, None)
+
+
+class CudaCopies(Copies):
+    """Host memory is page-locked. The way of a copy is the fastest one of `rates`; `left` says what it does without.
+
+    One thread submits. What it enqueues needs nothing of this process but the memory itself. A call raises
+    `TransferError` for what the driver refuses; a part of its copies may be enqueued then. Raises `ConfigError` where
+    no way is left: plain copies are none where they failed their trial, or the operator left them out.
+    """
+
+    def __init__(self, cupy: Any, device: Sequence[LayerRows], host: Sequence[LayerRows], rates: Rates) -> None:
+        super().__init__(device, host)
+        self._rates, self._row_bytes = rates, device[0].row_bytes
+        self.left = dict(rates.left)
+        """Ways that are not used here, and why."""
+        self._kernels: dict[bool, _Kernel] = {}
+        self._device, self._held = cupy.cuda.Device(), ExitStack()
+        """The calling thread's GPU, and what gives back what is held there."""
+        reach = max(side.num_rows * side.pitch for pair in self._pairs[True] for side in pair)
+        if reach > rates.reach:
+            self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != RUNS}
+        elif KERNEL in rates.ways:
+            self._load(cupy)
+        self._ways = tuple(way for way in rates.ways if way not in self.left)
+        if RUNS in rates.left and not self._ways:
+            reasons = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
+            raise ConfigError(f"nothing copies between this GPU and {reach} bytes of memory ({reasons})")
+        self._latest: dict[bool, tuple[CopyRuns | None, str]] = {True: (None, ""), False: (None, "")}
+        """By direction, the runs that came last and their way: all layers of a step have the same."""
+
+    def _load(self, cupy: Any) -> None:
+        with ExitStack() as held:
+            try:
+                seen = self._seen()
+                rows = np.array([_row(*pair, seen) for pair in self._pairs[True]], ROW)
+                function = _load_function(held)
+                place = _upload(cupy, rows, held)
+                for to_device, pairs in self._pairs.items():
+                    runs = _allocate(cupy, 12 * pairs[0][0].num_rows, held)
+                    self._kernels[to_device] = _Kernel(cupy, function, place, runs, to_device=to_device)
+            except (TransferError, cupy.cuda.runtime.CUDARuntimeError) as error:
+                self._kernels.clear()
+                self.left[KERNEL] = f"the driver refuses it: {error}".splitlines()[0]
+            else:
+                self._held = held.pop_all()
+
+    def _seen(self) -> int:
+        """What is added to a host address for the GPU: on some systems not 0. Raises `TransferError`."""
+        host, seen, found = self._pairs[True][0][1], c_uint64(), set()
+        for address in (host.address, host.address + (host.num_rows - 1) * host.pitch):
+            driver().call("cuMemHostGetDevicePointer", byref(seen), address, 0)
+            found.add(seen.value - address)
+        if len(found) > 1:
+            raise TransferError("parts of the host tier lie apart for the GPU, as they do not in this process")
+        return found.pop()
+
+    def _copy(self, stream: DriverStream, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+        latest, way = self._latest[to_device]
+        if runs is not latest:
+            way = self._begin(stream, runs, to_device)
+        if way == KERNEL:
+            self._kernels[to_device].launch(stream, first, end)
+        elif way == BATCH:
+            rows = self._rows[to_device][first:end, None]
+            targets = rows["target"] + (rows["target_pitch"] * runs.targets).view(np.uint64)
+            sources = rows["source"] + (rows["source_pitch"] * runs.sources).view(np.uint64)
+            sizes = np.repeat(rows["bytes"].astype(np.uint64), len(runs.targets))
+            copy_batch(stream, targets.ravel(), sources.ravel(), sizes)
+        elif way == RUNS:
+            for target, source, target_pitch, source_pitch, nbytes in self._rows[to_device][first:end].tolist():
+                for of, to, blocks in runs:
+                    places = source + of * source_pitch, source_pitch, target + to * target_pitch, target_pitch
+                    copy_2d(stream, *places, nbytes, blocks)
+
+    def _begin(self, stream: DriverStream, runs: CopyRuns, to_device: bool) -> str:
+        """Finds the way of these runs, which is empty where there are none."""
+        blocks, way = len(runs.sources), ""
+        if blocks:
+            way = self._rates.fastest(self._row_bytes, blocks, len(runs), to_device=to_device, among=self._ways)
+        if way == KERNEL:
+            self._kernels[to_device].upload(stream, runs)
+        self._latest[to_device] = runs, way
+        return way
+
+    def close(self) -> None:
+        self._kernels.clear()
+        self._device.use()
+        self._held.close()
+
+
+def _load_function(held: ExitStack) -> c_void_p:
+    module, function = c_void_p(), c_void_p()
+    driver().call("cuModuleLoadData", byref(module), PTX.read_bytes())
+    held.callback(driver().call, "cuModuleUnload", module)
+    driver().call("cuModuleGetFunction", byref(function), module, b"copy_cache_rows")
+    return function
+
+
+def _allocate(cupy: Any, nbytes: int, held: ExitStack) -> int:
+    """Memory of the GPU."""
+    place = int(cupy.cuda.runtime.malloc(nbytes))
+    held.callback(cupy.cuda.runtime.free, place)
+    return place
+
+
+def _upload(cupy: Any, rows: npt.NDArray[Any], held: ExitStack) -> int:
+    runtime, place = cupy.cuda.runtime, _allocate(cupy, rows.nbytes, held)
+    runtime.memcpy(place, rows.ctypes.data, rows.nbytes, runtime.memcpyHostToDevice)
+    runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
+    return place
+
+
+def _row(device: BlockRows, host: BlockRows, seen: int) -> tuple[int, ...]:
+    """`seen` is added to a host address for the GPU. The unit is the widest access that every row allows."""
+    address = host.address + seen
+    borders = device.address | device.pitch | device.row_bytes | address | host.pitch
+    unit = next(unit for unit in (16, 4, 1) if borders % unit == 0)
+    return device.address, address, device.pitch, host.pitch, device.row_bytes, unit

@@ -1,0 +1,239 @@
+"""Tries one way to copy on a GPU, over memory of its own: a process that `trial.py` starts.
+
+Every byte of rows of many widths is compared, in both directions at once, beside a busy stream; then the way is timed.
+Lines on stdout say what is being tried; the last one is an `Answer`.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import TransferError
+from ..ops.copies import Copies, CpuCopies
+from ..ops.rows import BlockRows, ByteRows, CopyRuns, LayerRows, plan_runs
+from .copies import CudaCopies
+from .rates import JOINED, Rates, Timing
+from .runtime import MAPPED, PORTABLE, CudaStream
+from .trial import LIMIT_S, Answer
+
+WINDOW = 72 << 20
+"""Bytes at the start of each tier that copies use; at its end the last of `FAR_SLOTS` are used as well."""
+
+FAR_SLOTS, FAR_ROW, FAR_BLOCK = 8, 64 << 10, 1 << 20
+"""Half of these rows lie as far from the others as the tiers are large; the bytes of one, and of its host block."""
+
+DEVICE_BYTES, HOST_BYTES = 5 << 30, 1 << 40
+"""Of the tiers, where there is so much: past what 32 bits count. The host's are addresses, few of them with memory."""
+
+SLACK = 64 << 20
+"""Bytes of the GPU that are left free."""
+
+WIDTHS = ((512,), (4096, 2048), (7, 100), (4112,), (64 << 10,), (256 << 10,))
+"""Bytes of a row, of each layer."""
+
+MOST_BLOCKS, MOST_BYTES = 8192, 16 << 20
+"""Of a tier whose every byte is compared; 4,000 runs each way of narrow rows."""
+
+TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2
+"""Of a copy that is timed; they take twice as much of both tiers."""
+
+REPEATS = 3
+
+Slots = npt.NDArray[np.int64]
+
+
+class _Tiers:
+    """Of layers with one role: dense on the device, by blocks on the host. The first and the last slots are used."""
+
+    def __init__(
+        self, places: Sequence[int], slots: Sequence[int], used: int, widths: Sequence[int], block: int, *, on_gpu: bool
+    ) -> None:
+        """`places` and `slots` are the device's and the host's, `block` is the bytes of a host block."""
+        self.widths, self.used = tuple(widths), used
+        self._places, self._slots, self._slot_bytes = places, slots, (sum(widths), block)
+        self.device, self.host = [], []
+        for start, width in zip(accumulate(widths, initial=0), widths, strict=False):
+            dense = BlockRows(places[0] + start * slots[0], slots[0], width, width, on_gpu=on_gpu)
+            self.device.append(LayerRows([dense]))
+            self.host.append(LayerRows([BlockRows(places[1] + start, slots[1], width, block)]))
+
+    def twin(self, random: np.random.Generator) -> tuple[_Tiers, list[ByteRows]]:
+        """The used slots alone, in plain memory, and the bytes of both sides, which are random."""
+        contents = [random.integers(0, 256, self.used * nbytes, np.uint8) for nbytes in self._slot_bytes]
+        places, slots = [each.ctypes.data for each in contents], (self.used, self.used)
+        return _Tiers(places, slots, self.used, self.widths, self._slot_bytes[1], on_gpu=False), contents
+
+    def pieces(self, contents: Sequence[ByteRows]) -> Iterator[tuple[int, ByteRows]]:
+        """Where the bytes of a twin are in these tiers."""
+        for place, slots, nbytes, part in zip(self._places, self._slots, self._slot_bytes, contents, strict=True):
+            half = len(part) // 2
+            yield place, part[:half]
+            yield place + slots * nbytes - len(part[half:]), part[half:]
+
+    def plan(self, device: Slots, host: Slots, *, to_device: bool) -> CopyRuns:
+        """From numbers among the used slots of one tier to as many of the other's."""
+        sides = [
+            ((numbers + (numbers >= self.used // 2) * (slots - self.used)).tolist(), slots)
+            for numbers, slots in zip((device, host), self._slots, strict=True)
+        ]
+        (to, num_targets), (of, num_sources) = sides if to_device else sides[::-1]
+        return plan_runs(of, to, num_sources=num_sources, num_targets=num_targets)
+
+
+class _Trial:
+    """Of one way on one GPU. Its memory goes with the process."""
+
+    def __init__(self, cupy: Any, way: str, device: int) -> None:
+        self._cupy, self._runtime, self._way = cupy, cupy.cuda.runtime, way
+        self._into, self._out, self._compute = (CudaStream(device, name) for name in ("in", "out", "compute"))
+        self._random = np.random.default_rng(0)
+        free, _total = self._runtime.memGetInfo()
+        device_bytes = min(DEVICE_BYTES, (free - SLACK) // FAR_BLOCK * FAR_BLOCK)
+        if device_bytes < WINDOW:
+            raise MemoryError(f"the GPU has {free} bytes free, a trial takes {WINDOW + SLACK}")
+        self._map = _addresses([*(HOST_BYTES >> shift for shift in range(0, 8, 2)), device_bytes])
+        self._nbytes = device_bytes, len(self._map)
+        self._places = int(self._runtime.malloc(device_bytes)), np.frombuffer(self._map, np.uint8).ctypes.data
+        self._scratch = int(self._runtime.malloc(2 << 20))
+        far = FAR_SLOTS // 2 * FAR_BLOCK
+        for start, nbytes in ((0, WINDOW), (len(self._map) - far, far)):
+            self._runtime.hostRegister(self._places[1] + start, nbytes, PORTABLE | MAPPED)
+
+    def answer(self, row_bytes: Sequence[int]) -> Answer:
+        far = self._nbytes[0] // FAR_ROW, self._nbytes[1] // FAR_BLOCK
+        cases = [self._tiers(widths, min(MOST_BLOCKS, MOST_BYTES // sum(widths))) for widths in (*WIDTHS, row_bytes)]
+        for tiers in (*cases, _Tiers(self._places, far, FAR_SLOTS, (FAR_ROW,), FAR_BLOCK, on_gpu=True)):
+            copies = self._copies(tiers)
+            for together in (1, 3, tiers.used // 2):
+                what = f"rows of {tiers.widths} bytes, {together} in a run"
+                print(what, flush=True)
+                if wrong := self._wrong_bytes(copies, tiers, together):
+                    return Answer(f"{wrong} bytes were others, {what}", is_wrong=True, is_lasting=False)
+            copies.close()
+        out, into = (tuple(self._timing(each, to_device=to) for each in row_bytes) for to in (False, True))
+        # Past the border of 32 bits a tier of the device is like one of the host, which is larger.
+        reach = self._nbytes[self._nbytes[0] >= DEVICE_BYTES]
+        return Answer(reach=reach, timings=(out, into), is_lasting=reach > DEVICE_BYTES)
+
+    def _tiers(self, widths: Sequence[int], slots: int) -> _Tiers:
+        """All of their slots are used, 8 at least."""
+        slots = max(8, slots)
+        return _Tiers(self._places, (slots, slots), slots, widths, sum(widths), on_gpu=True)
+
+    def _copies(self, tiers: _Tiers) -> CudaCopies:
+        """By the way that is tried, alone. Raises `TransferError` where it is left."""
+        timings = (Timing(1, 1.0, 1.0),)
+        copies = CudaCopies(self._cupy, tiers.device, tiers.host, Rates({self._way: (timings, timings)}, reach=1 << 62))
+        if self._way in copies.left:
+            raise TransferError(copies.left[self._way])
+        return copies
+
+    def _wrong_bytes(self, copies: CudaCopies, tiers: _Tiers, together: int) -> int:
+        """How many there are when half of the blocks went in and the other half went out, `together` neighbours in a
+        run. What they have to be, a CPU's copies say in a twin.
+        """
+        (twin, contents), orders = tiers.twin(self._random), [self._order(tiers.used, together) for _ in "io"]
+        plans, expected = _plans(tiers, *orders), _plans(twin, *orders)
+        for place, part in tiers.pieces(contents):
+            self._copy(place, part.ctypes.data, part.nbytes)
+        for _ in range(64):
+            half, handle = 1 << 20, self._compute.handle
+            self._runtime.memcpyAsync(self._scratch + half, self._scratch, half, self._runtime.memcpyDefault, handle)
+        self._exchange(copies, len(tiers.widths), *plans)
+        self._exchange(CpuCopies(twin.device, twin.host), len(tiers.widths), *expected)
+        for stream in (self._into, self._out, self._compute):
+            stream.synchronize()
+        wrong = 0
+        for place, part in tiers.pieces(contents):
+            found = np.empty_like(part)
+            self._copy(found.ctypes.data, place, part.nbytes)
+            wrong += int(np.count_nonzero(found != part))
+        return wrong
+
+    def _copy(self, to: int, of: int, nbytes: int) -> None:
+        self._runtime.memcpy(to, of, nbytes, self._runtime.memcpyDefault)
+        self._runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
+
+    def _exchange(self, copies: Copies, num_layers: int, into: CopyRuns, out: CopyRuns) -> None:
+        for layer in range(num_layers):
+            copies.layer(self._into, layer, into, to_device=True)
+        copies.all_layers(self._out, out, to_device=False)
+
+    def _order(self, count: int, together: int) -> Slots:
+        groups = self._random.permutation(math.ceil(count / together))
+        order = (groups[:, None] * together + np.arange(together)).ravel()
+        return order[order < count]
+
+    def _timing(self, width: int, *, to_device: bool) -> Timing:
+        print(f"timing rows of {width} bytes, {'to' if to_device else 'from'} the device", flush=True)
+        blocks = max(JOINED, min(TIMED_BLOCKS, TIMED_BYTES // width) // JOINED * JOINED)
+        tiers = self._tiers((width,), 2 * blocks)
+        groups = 17 * self._random.permutation(blocks // JOINED)[:, None] + np.arange(JOINED)
+        apart = 2 * np.arange(blocks), 2 * self._random.permutation(blocks)
+        joined = np.sort(groups, axis=0).ravel(), groups.ravel()
+        copies, stream = self._copies(tiers), self._into if to_device else self._out
+        plans = (tiers.plan(*shape, to_device=to_device) for shape in (apart, joined))
+        timing = Timing(width, *(_nanoseconds(copies, stream, plan, to_device=to_device) / blocks for plan in plans))
+        copies.close()
+        return timing
+
+
+def _plans(tiers: _Tiers, device: Slots, host: Slots) -> tuple[CopyRuns, CopyRuns]:
+    """In for the first half of the blocks, out for the others. Made before anything is copied, so that both run at
+    once.
+    """
+    half = tiers.used // 2
+    into = tiers.plan(device[:half], host[:half], to_device=True)
+    return into, tiers.plan(device[half:], host[half:], to_device=False)
+
+
+def _addresses(sizes: Sequence[int]) -> mmap.mmap:
+    """Of the first of these sizes that the system does not refuse. Raises `MemoryError`."""
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.11 on
+    for nbytes in sizes:
+        with suppress(OSError):  # a process's limit on data counts what is private
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | no_reserve)
+    raise MemoryError(f"the system refused {nbytes} bytes of addresses")
+
+
+def _nanoseconds(copies: CudaCopies, stream: CudaStream, runs: CopyRuns, *, to_device: bool) -> float:
+    """Until the bytes are there, and half of this thread's time: the best of a few, the first of which plans."""
+    found = []
+    for _ in range(1 + REPEATS):
+        begin, before = stream.record_event(timed=True), time.perf_counter_ns()
+        copies.all_layers(stream, runs, to_device=to_device)
+        of_thread = time.perf_counter_ns() - before
+        end = stream.record_event(timed=True)
+        stream.synchronize()
+        end.wait()
+        found.append(1e9 * end.seconds_since(begin) + of_thread / 2)
+    return min(found)
+
+
+def try_way(way: str, device: int, row_bytes: Sequence[int]) -> Answer:
+    """Whatever goes wrong is the answer."""
+    try:
+        import cupy
+
+        return _Trial(cupy, way, device).answer(row_bytes)
+    except Exception as error:  # the edge of the process
+        lacks_memory = isinstance(error, MemoryError) or getattr(error, "status", 0) == 2  # cudaErrorMemoryAllocation
+        return Answer(f"{error}".partition("\n")[0] or type(error).__name__, is_lasting=not lacks_memory)
+
+
+def main(way: str, device: int, row_bytes: Sequence[int]) -> None:
+    signal.alarm(2 * int(LIMIT_S))  # where who started it has died
+    print(f"\n{msgspec.json.encode(try_way(way, device, row_bytes)).decode()}", flush=True)  # libraries write, too
+    os._exit(0)  # what a broken context does at the end of a process, it does not do here
