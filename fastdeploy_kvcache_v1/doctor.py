@@ -210,8 +210,10 @@ def _body_findings(checked: Overlay, fastdeploy: FastDeployTree) -> Iterator[Fin
 def _cpu_worker_findings(fastdeploy: FastDeployTree) -> Iterator[Finding]:
     """The places that only `serve --fastdeploy-cpu` patches."""
     from .fastdeploy_integration.overlay.overlay import Overlay
-    from .lab.fastdeploy_cpu import activation
 
+    if importlib.util.find_spec(f"{__package__}.lab") is None:
+        return
+    activation = importlib.import_module(f"{__package__}.lab.fastdeploy_cpu.activation")
     try:
         table = activation.table_for(fastdeploy.release)
     except OverlayError as error:

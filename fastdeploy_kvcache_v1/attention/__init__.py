@@ -1,1 +1,1 @@
-"""Cache layouts, one module per attention family, and the registry that knows them by name."""
+"""Cache layouts of the attention families, and their registry."""

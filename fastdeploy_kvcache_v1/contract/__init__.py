@@ -1,1 +1,1 @@
-"""What the scheduler half and the worker half say to each other."""
+"""Messages between the scheduler half and the worker half."""

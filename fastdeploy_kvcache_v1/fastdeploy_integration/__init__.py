@@ -1,1 +1,1 @@
-"""The only package that knows FastDeploy: patch tables, the adapter, and the functions that the tables name."""
+"""The only room that knows FastDeploy: patch tables, and the functions that their rows name."""

@@ -1,1 +1,1 @@
-"""Everything that production never runs: a server without FastDeploy, models, replay, a router, the demo."""
+"""What production never runs: a server without FastDeploy, models, replay, a router, the demo."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from ..contract.messages import CacheLevel
 from ..errors import InvariantError
-from .places import Link, RunQueue
-from .run import WIDTH, Run
+from .run import WIDTH, Link, Run, RunQueue
 
 
 def expect(condition: bool, broken: str) -> None:

@@ -14,10 +14,9 @@ from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import BlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
-from .places import HostCopy, RunQueue
 from .policies.doubles import Doubles
 from .policies.order import EvictionOrder
-from .run import DEVICE, HOST, Run
+from .run import DEVICE, HOST, HostCopy, Run, RunQueue
 
 
 class Residency:

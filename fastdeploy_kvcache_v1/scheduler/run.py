@@ -9,6 +9,8 @@ What is known of each block lies in *cells*, a list with three entries per block
 is the range `[start, end)` of blocks of such a list. A run that is cut shares the list with its upper part; every block
 of a list belongs to one run, and the next range of the list is a child of the run before it. So to cut a run and to
 join its parts again is O(1), and to append blocks at the list's end O(blocks appended), however long the run is.
+
+A run also has a place in the order of each tier: a link of a `RunQueue`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
-from .places import HostCopy, Link
 
 Cells = list[Any]
 """`[hash, device slot, host slot]` of block 0, then of block 1, and so on. A slot means nothing in a tier where the run
@@ -30,6 +31,54 @@ HOST = 2
 
 _NO_CHILDREN: dict[BlockHash, Run] = {}
 """What every leaf shares, because most runs are leaves. Never written: `Run.add_child` replaces it."""
+
+
+class Link:
+    """A place in the order of a tier; in no queue while it has no neighbours."""
+
+    __slots__ = ("older", "younger")
+
+    run: Run
+    """Whose place it is."""
+
+    def __init__(self) -> None:
+        self.older: Link | None = None
+        self.younger: Link | None = None
+
+    @property
+    def is_queued(self) -> bool:
+        return self.younger is not None
+
+    def is_next_to(self, other: Link) -> bool:
+        """Is `other` the next younger one, or are both in no queue?"""
+        return self.younger is (other if other.is_queued else None)
+
+    def enter_after(self, other: Link) -> None:
+        """It is in no queue, and is put one place younger than `other`, in the queue that holds `other`."""
+        younger = other.younger
+        assert younger is not None and not self.is_queued
+        self.older, self.younger = other, younger
+        other.younger = younger.older = self
+
+    def leave_queue(self) -> None:
+        """Be in no queue any more, if it was in one."""
+        older, younger = self.older, self.younger
+        if younger is not None:
+            assert older is not None
+            older.younger, younger.older = younger, older
+            self.older = self.younger = None
+
+
+class HostCopy(Link):
+    """That a run has host slots, and its place in the host queue."""
+
+    __slots__ = ("is_double", "run")
+
+    def __init__(self, run: Run) -> None:
+        self.older = self.younger = None
+        self.run = run
+        self.is_double = False
+        """It is in the queue of `Doubles`."""
 
 
 class Run(Link):
@@ -329,3 +378,74 @@ def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Cells:
     cells[::WIDTH] = hashes
     cells[DEVICE::WIDTH] = slots
     return cells
+
+
+class RunQueue:
+    """Oldest first: a linked list, so that the half of a split run gets its place. Every method is O(1)."""
+
+    def __init__(self) -> None:
+        end = self.end = Link()
+        """Between its youngest and its oldest place, always the same: `end.younger` is the oldest, or `end` itself. For
+        those who ask often; never moved.
+        """
+        end.older = end.younger = end
+
+    def __iter__(self) -> Iterator[Run]:
+        """Oldest first. The run just yielded may be removed or moved by the caller."""
+        link = self.end.younger
+        while link is not self.end:
+            assert link is not None
+            following = link.younger
+            yield link.run
+            link = following
+
+    def youngest_first(self) -> Iterator[Run]:
+        """As `__iter__`, from the other end."""
+        link = self.end.older
+        while link is not self.end:
+            assert link is not None
+            following = link.older
+            yield link.run
+            link = following
+
+    def touch(self, link: Link) -> None:
+        """Make it the youngest, whatever queue it is in, or none."""
+        end = self.end
+        newest = end.older
+        if newest is link:
+            return
+        assert newest is not None
+        older, younger = link.older, link.younger
+        if younger is not None:
+            assert older is not None
+            older.younger, younger.older = younger, older
+        link.older, link.younger = newest, end
+        newest.younger = end.older = link
+
+    def put_oldest(self, link: Link) -> None:
+        """Put `link`, which is in no queue, before all others."""
+        link.enter_after(self.end)
+
+    def drain(self, *, youngest_first: bool = False) -> Iterator[Link]:
+        """Take out all places, one by one."""
+        end = self.end
+        while (link := end.older if youngest_first else end.younger) is not end:
+            assert link is not None
+            link.leave_queue()
+            yield link
+
+    def forget(self) -> None:
+        """Be empty. Places that were in it still look queued: the caller cares for them."""
+        end = self.end
+        end.older = end.younger = end
+
+    def check_links(self) -> bool:
+        """Do all links agree with their neighbours, and does the way back meet the same ones?"""
+        link = self.end
+        while True:
+            younger = link.younger
+            if younger is None or younger.older is not link:
+                return False
+            link = younger
+            if link is self.end:
+                return True

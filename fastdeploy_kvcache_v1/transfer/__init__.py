@@ -1,1 +1,1 @@
-"""Blocks from a prefill worker to a decode worker: the decode worker reads, each side writes only its own memory."""
+"""Prefill/decode transfers: the decode worker reads, and each side writes only its own memory."""

@@ -5,13 +5,12 @@ import json
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 from fastdeploy_kvcache_v1.extras import DEPENDENCIES
 
-PACKAGE = Path(__file__).parents[2] / "fastdeploy_kvcache_v1"
+from .house import LAB, PACKAGE, PICTURE, drawn, imported_files, imported_places, place_of, rooms, sources
 
 TOP = {"cli", "doctor", "plugin"}
 """Modules beside the folders that may import everything, and that nobody imports."""
@@ -74,45 +73,8 @@ folder around them."""
 FORBIDDEN_IN_SCHEDULER = {"paddle", "cupy", "fastdeploy"}
 
 
-def place_of(path: Path) -> str:
-    """`scheduler` for `scheduler/run.py`, `worker/ops` for `worker/ops/rows.py`, `errors` for `errors.py`."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return "/".join(parts[:-1]) or parts[0]
-
-
-def imported_places(path: Path) -> set[str]:
-    """Places of this package that a file imports from, wherever in the file."""
-    package = ["fastdeploy_kvcache_v1", *path.relative_to(PACKAGE).parts[:-1]]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = [*base, *(node.module.split(".") if node.module else [])]
-            names = [[*module, alias.name] for alias in node.names]
-        else:
-            continue
-        found |= {place for name in names if name[0] == PACKAGE.name and (place := _place_of_name(name[1:]))}
-    return found - {place_of(path)}
-
-
-def _place_of_name(name: list[str]) -> str:
-    """The longest part of a dotted name that is a folder, or a module beside the folders."""
-    folder = PACKAGE
-    for index, part in enumerate(name):
-        if not (folder / part).is_dir():
-            return "/".join(name[:index]) or (part if (PACKAGE / f"{part}.py").exists() else "")
-        folder /= part
-    return "/".join(name)
-
-
 def within(place: str, folders: set[str]) -> bool:
     return any(place == folder or place.startswith(folder + "/") for folder in folders)
-
-
-def sources() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -151,8 +113,19 @@ def test_every_rule_names_a_folder():
     assert [name for name in sorted(TOP) if not (PACKAGE / f"{name}.py").is_file()] == []
 
 
-def test_the_rules_have_no_cycle():
+def test_neither_the_rules_nor_the_files_have_a_circle():
     TopologicalSorter(MAY_IMPORT).prepare()
+    TopologicalSorter({path: imported_files(path) for path in sources()}).prepare()
+
+
+def test_production_imports_nothing_of_the_lab():
+    assert [room for room, others in rooms().items() if LAB in others] == []
+    loose = [path for path in PACKAGE.glob("*.py") if any(place.startswith(LAB) for place in imported_places(path))]
+    assert loose == []
+
+
+def test_the_picture_of_the_rooms_is_todays():
+    assert PICTURE.read_text(encoding="utf-8") == drawn(), "draw it again: scripts/house"
 
 
 def modules_after(statement: str) -> set[str]:

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.places import Link
 from fastdeploy_kvcache_v1.scheduler.policies.order import EvictionOrder
 from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.reuse import ages, history, judge, rates
-from fastdeploy_kvcache_v1.scheduler.run import Run
+from fastdeploy_kvcache_v1.scheduler.run import Link, Run
 
 
 class FirstInFirstOut(EvictionOrder):

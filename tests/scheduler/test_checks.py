@@ -10,9 +10,8 @@ import pytest
 from fastdeploy_kvcache_v1.contract.messages import CacheLevel, DeviceSlot
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.places import HostCopy, RunQueue
 from fastdeploy_kvcache_v1.scheduler.request_state import RequestState
-from fastdeploy_kvcache_v1.scheduler.run import DEVICE, WIDTH, Run
+from fastdeploy_kvcache_v1.scheduler.run import DEVICE, WIDTH, HostCopy, Run, RunQueue
 
 from .scenario import block, manager, prompt, run, start
 

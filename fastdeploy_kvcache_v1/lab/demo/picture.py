@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .scene import ASKED
-
-if TYPE_CHECKING:
-    from .stage import Results
+from .scene import ASKED, Results
 
 SETUP_COLORS = ("#9e9e9e", "#e0a030", "#4a90d9", "#2e7d32")
 SOURCE_COLORS = ("#c4c4c4", "#4a90d9", "#2e7d32")

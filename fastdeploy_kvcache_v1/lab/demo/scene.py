@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -123,3 +124,24 @@ def host_tokens(url: str, cached_tokens: int) -> int:
         if device + host >= cached_tokens or time.monotonic() > deadline:
             return int(host)
         time.sleep(0.05)
+
+
+@dataclass
+class Played:
+    """What came of one set-up."""
+
+    answers: list[Answer] = field(default_factory=list)
+    """So far, in the order of the scene."""
+    host_tokens: int = 0
+    """Prompt tokens that came from the host tier; known at the end."""
+
+    @property
+    def sources(self) -> tuple[int, int, int]:
+        """Prompt tokens that were computed, that came from the device tier, and from the host tier."""
+        cached = sum(answer.cached_tokens for answer in self.answers)
+        computed = sum(answer.prompt_tokens for answer in self.answers) - cached
+        return computed, cached - self.host_tokens, self.host_tokens
+
+
+Results = Mapping[str, Played]
+"""By the name of the set-up."""

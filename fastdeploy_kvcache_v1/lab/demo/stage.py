@@ -6,7 +6,6 @@ import io
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from ..server.command import embedded_model, fastdeploy_cpu_model
 from ..server.process import running_server
 from ..server.text import load_tokenizer
 from . import scene
-from .scene import COMPUTED, HOST, LARGE, SMALL, Setup
+from .scene import COMPUTED, HOST, LARGE, SMALL, Played, Results, Setup
 
 INTRODUCTION = """\
 Three questions about a long document and a chat about a letter take turns. The same six requests were sent to four \
@@ -60,27 +59,6 @@ def demo_server(model: str | None, checkout: Path | None) -> DemoServer:
         path, flags = Path(name) if name else None, ("--fastdeploy-cpu",)
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
     return DemoServer(path, (*flags, *(("--model", str(path)) if path else ())), environment)
-
-
-@dataclass
-class Played:
-    """What came of one set-up."""
-
-    answers: list[Answer] = field(default_factory=list)
-    """So far, in the order of the scene."""
-    host_tokens: int = 0
-    """Prompt tokens that came from the host tier; known at the end."""
-
-    @property
-    def sources(self) -> tuple[int, int, int]:
-        """Prompt tokens that were computed, that came from the device tier, and from the host tier."""
-        cached = sum(answer.cached_tokens for answer in self.answers)
-        computed = sum(answer.prompt_tokens for answer in self.answers) - cached
-        return computed, cached - self.host_tokens, self.host_tokens
-
-
-Results = Mapping[str, Played]
-"""By the name of the set-up."""
 
 
 def show(server: DemoServer, page: Path, picture: Path | None) -> int:

@@ -7,10 +7,9 @@ from heapq import merge
 from itertools import islice
 from operator import itemgetter
 
-from ..places import Link
 from ..reuse.history import ReuseHistory
 from ..reuse.rates import NUM_CLASSES
-from ..run import Run
+from ..run import Link, Run
 from .order import EvictionOrder
 
 LOOKED_AT = 8

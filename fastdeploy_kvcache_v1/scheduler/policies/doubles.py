@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..block_pool import BlockPool
-from ..places import HostCopy, RunQueue
+from ..run import HostCopy, RunQueue
 
 SHORT_HOST = 2
 """Times as large as the device tier: of a larger host tier what it holds twice is a small part, and each copy that it

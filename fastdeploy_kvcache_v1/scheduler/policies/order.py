@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..places import Link, RunQueue
-from ..run import Run
+from ..run import Link, Run, RunQueue
 
 
 class EvictionOrder:

@@ -15,8 +15,8 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.lab import demo
 from fastdeploy_kvcache_v1.lab.demo.picture import write_picture
-from fastdeploy_kvcache_v1.lab.demo.scene import ASKED, BLOCK_SIZE, COMPUTED, HOST, LARGE, SMALL, play, setups
-from fastdeploy_kvcache_v1.lab.demo.stage import Played, demo_server, differences, verdicts, write_page
+from fastdeploy_kvcache_v1.lab.demo.scene import ASKED, BLOCK_SIZE, COMPUTED, HOST, LARGE, SMALL, Played, play, setups
+from fastdeploy_kvcache_v1.lab.demo.stage import demo_server, differences, verdicts, write_page
 from fastdeploy_kvcache_v1.lab.server.client import Answer
 from tests.e2e.server_process import wait_until
 
