@@ -34,11 +34,11 @@ os._exit(code)  # FastDeploy leaves threads behind
 """
 
 
-def run_inside(release, tmp_path, *arguments, manager=True, expect=0):
-    """Run `python *arguments` with FastDeploy `release` importable; returns its output."""
+def run_inside(release, tmp_path, *arguments, manager=True, expect=0, ours=ROOT):
+    """Run `python *arguments` with FastDeploy `release` importable, and this package in `ours`; returns its output."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tree(release)), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(tree(release)), str(ours)]),
         "ENABLE_V1_KVCACHE_MANAGER": "1" if manager else "0",
         "ENABLE_V1_KVCACHE_SCHEDULER": "1",
         "FD_LOG_DIR": str(tmp_path / "log"),

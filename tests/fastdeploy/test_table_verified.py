@@ -10,9 +10,11 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
-from .fastdeploy_trees import run_inside, tree
+from .fastdeploy_trees import ROOT, run_inside, tree
 
 pytestmark = pytest.mark.process
+
+PACKAGE = "fastdeploy_kvcache_v1"
 
 ENGINE_MODULES = ("envs", "config", "engine.args_utils", "engine.resource_manager", "engine.common_engine")
 
@@ -31,6 +33,21 @@ from fastdeploy_kvcache_v1 import plugin
 import os
 os.environ["ENABLE_V1_KVCACHE_MANAGER"] = "1"
 plugin.register()
+"""
+
+EVERYTHING = """
+import importlib, pathlib, sys
+import fastdeploy_kvcache_v1
+from fastdeploy.engine.args_utils import EngineArgs
+from fastdeploy.utils import FlexibleArgumentParser
+from fastdeploy_kvcache_v1 import cli
+assert "--write-through-threshold" in EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
+root = pathlib.Path(fastdeploy_kvcache_v1.__file__).parent
+for path in sorted(root.rglob("*.py")):
+    importlib.import_module(".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"))
+assert not (root / "lab").exists() and not [name for name in sys.modules if name.startswith(root.name + ".lab")]
+cli.main(["doctor", "--source", sys.argv[1]])
+print("WITHOUT LAB")
 """
 
 UNTOUCHED = """
@@ -74,6 +91,14 @@ def test_engine_rows_are_applied(release, tmp_path, late):
     for target, state in states.items():
         if target.partition(":")[0].removeprefix("fastdeploy.") in ENGINE_MODULES:
             assert state == "APPLIED", target
+
+
+def test_fastdeploy_starts_and_doctor_runs_where_the_lab_is_deleted(release, tmp_path):
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("lab", "__pycache__"))
+    shutil.copytree(ROOT / "patches", tmp_path / "patches")
+    output = run_inside(release, tmp_path, "-c", activated(SHOW + EVERYTHING), tree(release), ours=tmp_path)
+    assert "WITHOUT LAB" in output
+    assert "Traceback" not in output
 
 
 def test_plugin_group_alone_is_enough(release, tmp_path, monkeypatch):

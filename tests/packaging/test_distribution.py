@@ -108,8 +108,8 @@ def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert archive.read(f"{PACKAGE}.pth") == (ROOT / f"{PACKAGE}.pth").read_bytes()
     modules = {f"{PACKAGE}/{name}" for name in relative(ROOT / PACKAGE, "*.py")}
-    texts = {f"{PACKAGE}/demo/{name}" for name in ("document.txt", "letter.txt")}
-    texts |= {f"{PACKAGE}/model/random/{name}" for name in relative(ROOT / PACKAGE / "model/random", "*")}
+    texts = {f"{PACKAGE}/lab/demo/{name}" for name in ("document.txt", "letter.txt")}
+    texts |= {f"{PACKAGE}/lab/model/random/{name}" for name in relative(ROOT / PACKAGE / "lab/model/random", "*")}
     tables = {f"{PACKAGE}/fastdeploy_integration/patches/{name}" for name in relative(ROOT / "patches", "*.toml")}
     assert len(tables) == 3 * len(known_releases()), (
         "each release has a table for the overlay, one for the CPU worker, and digests of bodies"
