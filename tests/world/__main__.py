@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -27,11 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tickets = numbers(chosen.tickets) if chosen.tickets else range(chosen.events)
     off = frozenset(filter(None, chosen.off.split(",")))
     sizes = {name: int(size) for name, size in (each.split("=") for each in chosen.size)}
-    failed = 0
+    failed, requests, faults = 0, 0, Counter[str]()
     for seed in chosen.seed:
         run = Run(chosen.scenario, seed, tickets, off, sizes, chosen.check_every)
         result = try_run(run)
         if result.error is None:
+            ended, _, happened = map(dict, result.outcome)
+            requests += sum(ended.values())
+            faults.update(happened)
             print(*(result.trace if chosen.trace else ()), sep="\n", end="\n" * chosen.trace)
             continue
         failed += 1
@@ -43,6 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         if len(chosen.seed) == 1:
             print(*result.trace, sep="\n")
+    met = ", ".join(f"{name}: {count}" for name, count in faults.most_common() if count)
+    print(
+        f"{len(chosen.seed) - failed} of {len(chosen.seed)} runs of {len(tickets)} events kept every law. "
+        f"{requests} requests ended, {faults.total()} faults happened{f' ({met})' if met else ''}."
+    )
     return 1 if failed else 0
 
 
