@@ -78,7 +78,7 @@ class KVCacheConfig:
     write_through_threshold: int = 2
     enable_prefix_caching: bool = True
     eviction_policy: str = "adaptive"
-    """Which block is lost first: a name of `scheduler/policies/tables.py`, else `CacheManager` refuses it. It is the
+    """Which block is lost first: a name of `scheduler/policies/eviction.py`, else `CacheManager` refuses it. It is the
     order of the host tier, or of the device tier where there is no other: above the last tier the order is LRU.
     """
     device_eviction: str = ""

@@ -64,14 +64,6 @@ def test_fastdeploy_over_the_cpu_worker_gets_every_flag_that_was_given_and_its_o
     assert commands == [[sys.executable, "-m", command.CPU_SERVER, *given]]
 
 
-def test_embedded_is_what_serve_is_anyway(capsys):
-    wrong = ("--block-size", "0")
-    assert run(capsys, *RANDOM, "--embedded", *wrong) == run(capsys, *RANDOM, *wrong)
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--help"])
-    assert "--embedded" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("missing", ["fastdeploy_kvcache_v1.lab.replay.nothing", "uvicorn.nothing", "nothing"])
 def test_an_import_that_is_a_bug_of_ours_keeps_its_traceback(monkeypatch, missing):
     monkeypatch.setattr("fastdeploy_kvcache_v1.lab.replay.run", lambda args: importlib.import_module(missing))

@@ -73,7 +73,7 @@ def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `EngineArgs.add_cli_args`: the choices of --write-policy, and the flags that FastDeploy does not have."""
-    from ..scheduler.policies.tables import known_eviction_policy  # workers, who parse nothing, do without it
+    from ..scheduler.policies.eviction import known_eviction_policy  # workers, who parse nothing, do without it
 
     def eviction_policy(name: str) -> str:
         try:

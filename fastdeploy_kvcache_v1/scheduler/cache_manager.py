@@ -43,7 +43,7 @@ from .loans import Loads, Stores
 from .lookahead import Lookahead
 from .policies.backup import BACKUP_POLICIES
 from .policies.doubles import Doubles
-from .policies.tables import EVICTION_POLICIES, known_eviction_policy
+from .policies.eviction import EVICTION_POLICIES, known_eviction_policy
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency

@@ -15,7 +15,7 @@ from .block_pool import BlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
 from .policies.doubles import Doubles
-from .policies.order import EvictionOrder
+from .policies.eviction import EvictionOrder
 from .run import DEVICE, HOST, HostCopy, Run, RunQueue
 
 

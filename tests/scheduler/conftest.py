@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.policies.order import EvictionOrder
-from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
+from fastdeploy_kvcache_v1.scheduler.policies.eviction import EVICTION_POLICIES, EvictionOrder
 from fastdeploy_kvcache_v1.scheduler.reuse import ages, history, judge, rates
 from fastdeploy_kvcache_v1.scheduler.run import Link, Run
 

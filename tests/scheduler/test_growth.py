@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import Allocation, BlockHash, CacheLevel, NoSpace, TransferResult
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.policies.order import EvictionOrder
+from fastdeploy_kvcache_v1.scheduler.policies.eviction import EvictionOrder
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import NUM_CLASSES
 from fastdeploy_kvcache_v1.scheduler.run import Run
 

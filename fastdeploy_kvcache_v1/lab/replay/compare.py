@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ...config import WritePolicy
 from ...errors import ConfigError
-from ...scheduler.policies.tables import EVICTION_POLICIES, REMOVED, known_eviction_policy
+from ...scheduler.policies.eviction import EVICTION_POLICIES
 from .clairvoyant import Clairvoyant
 from .driver import ReplayOptions
 from .report import play
@@ -33,8 +33,6 @@ def policies(names: str | None) -> tuple[list[WritePolicy], list[str]]:
     wanted = [name.strip() for name in names.split(",")] if names is not None else []
     known = [*WritePolicy, *EVICTION_POLICIES]
     for name in wanted:
-        if name in REMOVED:
-            known_eviction_policy(name)
         if name not in known:
             raise ConfigError(f"--policies: unknown policy {name!r}: choose from {', '.join(known)}")
     write = [policy for policy in WritePolicy if policy in wanted]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ...errors import ConfigError
-from ...scheduler.policies.tables import known_eviction_policy
+from ...scheduler.policies.eviction import known_eviction_policy
 from ...storage.settings import HELP as STORAGE_HELP
 from ...storage.settings import StorageSettings, takes_host_blocks
 from ...units import GIB
@@ -156,7 +156,6 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of this package alone."""
     add = functools.partial(_add, parser)
-    parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)  # what serve always is
     parser.add_argument(
         "--fastdeploy-cpu",
         action="store_true",

@@ -1,1 +1,1 @@
-"""What leaves a tier next, and what is copied to the host when; `tables.py` names the eviction orders."""
+"""What leaves a tier next, and what is copied to the host when."""

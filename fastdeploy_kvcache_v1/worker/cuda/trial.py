@@ -25,7 +25,7 @@ from ..cache_directory import cache_directory
 from ..ops.copies import CHOICE as OPS
 from .copies import PTX
 from .driver import load_cupy, uuid_of
-from .rates import BATCH, KERNEL, RUNS, WAYS, Rates, Timing
+from .rates import BATCH, RUNS, WAYS, Rates, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ _MODULE_RELEASE = Path("/sys/module/nvidia/version")
 
 _EDITION = 2
 """Of what is tried: what an older one found is not used."""
-
-_REPLACED = {"staged": f"use {KERNEL}", "cupy": f"use {RUNS}", "auto": "leave the variable out"}
 
 _known = Rates()
 
@@ -105,8 +103,6 @@ def _unwanted(release: str) -> dict[str, str]:
     text = os.environ.get(CHOICE, "")
     words = [word for part in text.split(",") if (word := part.strip())]
     names = [word.removeprefix("-") for word in words]
-    if gone := [name for name in names if name in _REPLACED]:
-        raise ConfigError(f"{CHOICE}={text}: {gone[0]} is no way to copy any more: {_REPLACED[gone[0]]}")
     forced = [word for word in words if word in WAYS]
     if len(forced) > 1 or not {*names} <= {*WAYS}:
         raise ConfigError(f"{CHOICE}={text} must be one of {', '.join(WAYS)}, or those to leave out, as -batch,-kernel")

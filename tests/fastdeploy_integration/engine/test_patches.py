@@ -71,8 +71,8 @@ def test_command_line(capsys):
     chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort", "--eviction-policy", "lru"])
     assert list(vars(chosen).values()) == ["write_back", 7, "lru", "d", 1.5, "best_effort"]
     with pytest.raises(SystemExit):
-        parser.parse_args(["--eviction-policy", "hyperbolic"])
-    assert "eviction policy 'hyperbolic' was removed: use adaptive or lru" in capsys.readouterr().err
+        parser.parse_args(["--eviction-policy", "oldest"])
+    assert "unknown eviction policy 'oldest': choose one of " in capsys.readouterr().err
 
 
 def cache_config(**given):

@@ -9,7 +9,7 @@ import pytest
 from fastdeploy_kvcache_v1.cli import main
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.lab.replay.compare import comparison_table
-from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
+from fastdeploy_kvcache_v1.scheduler.policies.eviction import EVICTION_POLICIES
 
 SIZES = ("--device-blocks", "60,600", "--host-blocks", "0,400")
 

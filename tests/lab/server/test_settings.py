@@ -109,7 +109,6 @@ def test_model_name_comes_from_the_directory(tmp_path):
     [
         (["--write-policy", "write_sometimes"], "unknown write policy 'write_sometimes'"),
         (["--eviction-policy", "oldest"], "unknown eviction policy 'oldest': choose one of adaptive, "),
-        (["--eviction-policy", "lrfu"], "eviction policy 'lrfu' was removed: use adaptive or lru"),
         (["--write-through-threshold", "0"], "--write-through-threshold must be at least 1, got 0"),
         (["--swap-space", "-1"], "--swap-space must be a number of GiB, 0 or more, got -1"),
         (["--swap-space", "nan"], "--swap-space must be a number of GiB, 0 or more, got nan"),
