@@ -13,7 +13,6 @@ import site
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,6 +139,8 @@ def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
     """FastDeploy, its table, and every patch point."""
     try:
         with needed_by("the patch table"):
+            from msgspec.structs import asdict
+
             from .fastdeploy_integration.overlay import overlay, release
     except ConfigError as error:
         yield Finding(False, "FastDeploy", str(error))

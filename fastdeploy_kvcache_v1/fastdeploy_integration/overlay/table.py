@@ -39,16 +39,17 @@ may_change = ["name"]       locals whose assignments are no change, whatever the
 from __future__ import annotations
 
 import enum
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...errors import OverlayError
 from ...switch import SWITCH
-from .capabilities import Capabilities
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -74,9 +75,30 @@ class Where(str, enum.Enum):
     BOTH = "both"
 
 
-@dataclass(frozen=True)
-class PatchRow:
-    """One touched place in FastDeploy."""
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a release can do, as `[capabilities]` of its table says. What no table of its chain names is False.
+
+    Code of ours asks for a capability, never for a release. A capability belongs here when code of ours depends on it
+    and no signature shows it.
+    """
+
+    flash_block_wise_fp8: bool = False
+    """With `block_wise_fp8`, flash attention keeps its scales in the cache, as append attention does everywhere."""
+
+    counts_preallocated: bool = False
+    """A gauge counts the requests of a decode server between their blocks and their first token."""
+
+    acknowledged_cache_info: bool = False
+    """A prefill server schedules a request once its messager has said that it knows of the transfer."""
+
+    reschedules: bool = False
+    """A request that fails after its first token may be answered with the tokens that it has, and a router goes on from
+    there. It tries one again whose error contains "PD Error".
+    """
+
+
+class PatchRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One touched place in FastDeploy. Raises `ValueError` for one that contradicts itself."""
 
     target: str
     kind: Kind
@@ -87,6 +109,16 @@ class PatchRow:
     adds: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if unknown := {*self.optional} - {*self.adds}:
+            raise ValueError(f"`optional` has {', '.join(sorted(unknown))}, and `adds` does not")
+        for reference in (self.target, self.ours):
+            module, _, qualname = reference.partition(":")
+            if not all(part.isidentifier() for part in [*module.split("."), *qualname.split(".")]):
+                raise ValueError(f"{reference!r} is not of the form package.module:Qualified.name")
+        if (self.kind is Kind.EXTEND) != bool(self.adds) or (self.kind is Kind.EXTEND) == bool(self.signature):
+            raise ValueError("extend needs `adds`, wrap and replace need `signature`, and neither the other's")
+
     @property
     def module(self) -> str:
         return self.target.partition(":")[0]
@@ -96,8 +128,7 @@ class PatchRow:
         return self.target.partition(":")[2]
 
 
-@dataclass(frozen=True)
-class Body:
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function or class of FastDeploy's whose inside our code relies on."""
 
     target: str
@@ -108,21 +139,35 @@ class Body:
     """Locals that may be assigned anything."""
 
 
-@dataclass(frozen=True)
-class PatchTable:
+class PatchTable(msgspec.Struct, frozen=True):
     """All rows for one release of FastDeploy, inherited ones included."""
 
-    release: str
-    commit: str
-    rows: tuple[PatchRow, ...]
-    capabilities: Capabilities
-    not_in_names: Mapping[str, frozenset[str]]
-    bodies: Mapping[str, Body]
+    release: str = ""
+    commit: str = ""
+    rows: tuple[PatchRow, ...] = ()
+    capabilities: Capabilities = Capabilities()
+    not_in_names: Mapping[str, frozenset[str]] = {}
+    bodies: Mapping[str, Body] = {}
     """By target."""
 
 
-NOTHING = PatchTable("", "", (), Capabilities(), {}, {})
-"""What a table inherits that names no release to inherit from."""
+class _About(msgspec.Struct, forbid_unknown_fields=True):
+    """The section `[fastdeploy]`."""
+
+    release: str
+    commit: str
+    inherits: str = ""
+    removes: tuple[str, ...] = ()
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """One file, without what it inherits."""
+
+    fastdeploy: _About
+    capabilities: Capabilities = Capabilities()
+    not_in_names: dict[str, tuple[str, ...]] = {}
+    patch: tuple[PatchRow, ...] = ()
+    body: tuple[Body, ...] = ()
 
 
 def table_directory() -> Path:
@@ -170,24 +215,36 @@ def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
     """`heirs`: the releases that inherit from this file, the nearest one last."""
     try:
         content = read_toml(path)
-        about = content["fastdeploy"]
-        _require_known(content, {"fastdeploy", "capabilities", "not_in_names", "patch", "body"})
-        _require_known(about, {"release", "commit", "inherits", "removes"})
-        release = about["release"]
-        if not path.name.endswith(f"-{release}.toml"):
-            raise ValueError(f"its name must end with -{release}.toml, because it says release {release!r}")
-        parent = NOTHING
-        if "inherits" in about:
-            parent = _load(_parent_path(path, about["inherits"], (*heirs, release)), (*heirs, release))
-        removes = about.get("removes", ())
-        rows = _merged(parent, [_row(raw) for raw in content.get("patch", ())], removes)
-        own_bodies = {raw["target"]: _body(raw) for raw in content.get("body", ())}
-        bodies = {target: body for target, body in parent.bodies.items() if target not in removes} | own_bodies
-        capabilities = parent.capabilities.with_changes(content.get("capabilities", {}))
-        not_in_names = _united(parent.not_in_names, content.get("not_in_names", {}), removes)
-        return PatchTable(release, about["commit"], rows, capabilities, not_in_names, bodies)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OverlayError(f"patch table {path.name}: {_reason(error)}") from error
+        file = _decoded(content)
+        about = file.fastdeploy
+        if not path.name.endswith(f"-{about.release}.toml"):
+            raise ValueError(f"its name must end with -{about.release}.toml, because it says release {about.release!r}")
+        parent, chain = PatchTable(), (*heirs, about.release)
+        if about.inherits:
+            parent = _load(_parent_path(path, about.inherits, chain), chain)
+        kept = {target: body for target, body in parent.bodies.items() if target not in about.removes}
+        return PatchTable(
+            about.release,
+            about.commit,
+            _merged(parent, file.patch, about.removes),
+            msgspec.structs.replace(parent.capabilities, **content.get("capabilities", {})),
+            _united(parent.not_in_names, file.not_in_names, about.removes),
+            kept | {body.target: body for body in file.body},
+        )
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise OverlayError(f"patch table {path.name}: {error}") from error
+
+
+def _decoded(content: dict[str, Any]) -> _File:
+    """Raises `ValueError`, which names the row by its target."""
+    try:
+        return msgspec.convert(content, _File)
+    except msgspec.ValidationError as error:
+        where = re.search(r"\$\.(patch|body)\[(\d+)\]", str(error))
+        if where is None:
+            raise
+        name = content[where[1]][int(where[2])].get("target", "a row without target")
+        raise ValueError(f"{name}: {str(error).replace(where[0], '$')}") from None
 
 
 def _parent_path(path: Path, inherits: str, chain: tuple[str, ...]) -> Path:
@@ -231,35 +288,3 @@ def _united(
         for place, names in inherited.items()
     }
     return {place: kept.get(place, frozenset()) | frozenset(own.get(place, ())) for place in {**kept, **own}}
-
-
-def _require_known(section: Mapping[str, object], known: set[str]) -> None:
-    if unknown := section.keys() - known:
-        raise ValueError(f"unknown {', '.join(sorted(unknown))}")
-
-
-def _row(raw: dict[str, Any]) -> PatchRow:
-    name = raw.get("target", "a row without target")
-    if unknown := raw.keys() - PatchRow.__dataclass_fields__.keys():
-        raise ValueError(f"{name}: unknown {', '.join(sorted(unknown))}")
-    if missing := {"target", "kind", "ours", "where", "why"} - raw.keys():
-        raise ValueError(f"{name}: no {', '.join(sorted(missing))}")
-    names = {field: tuple(raw.get(field, ())) for field in ("adds", "optional")}
-    row = PatchRow(**{**raw, "kind": Kind(raw["kind"]), "where": Where(raw["where"]), **names})
-    if unknown := {*row.optional} - {*row.adds}:
-        raise ValueError(f"{name}: `optional` has {', '.join(sorted(unknown))}, and `adds` does not")
-    for reference in (row.target, row.ours):
-        module, _, qualname = reference.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), *qualname.split(".")]):
-            raise ValueError(f"{name}: {reference!r} is not of the form package.module:Qualified.name")
-    if (row.kind is Kind.EXTEND) != bool(row.adds) or (row.kind is Kind.EXTEND) == bool(row.signature):
-        raise ValueError(f"{name}: extend needs `adds`, wrap and replace need `signature`, and neither the other's")
-    return row
-
-
-def _body(raw: dict[str, Any]) -> Body:
-    return Body(**{**raw, "may_change": tuple(raw.get("may_change", ()))})
-
-
-def _reason(error: Exception) -> str:
-    return f"no {error}" if isinstance(error, KeyError) else str(error)

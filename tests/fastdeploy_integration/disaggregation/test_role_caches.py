@@ -18,7 +18,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name i
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Capabilities
 from fastdeploy_kvcache_v1.fastdeploy_integration.settings import LOG_DIRECTORY
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry, RoleGeometry

@@ -4,18 +4,18 @@ import argparse
 import asyncio
 import math
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Capabilities, table_for
 from fastdeploy_kvcache_v1.fastdeploy_integration.settings import RUN_DIRECTORY
 from tests.fastdeploy_integration.fd_configs import fd_config
 from tests.storage.attention_store.stand_in import SDK

@@ -4,22 +4,27 @@ import importlib
 import importlib.util
 import inspect
 import re
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import asdict
 
 from fastdeploy_kvcache_v1.errors import OverlayError
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import (
     OVERRIDE,
     FastDeployTree,
     fastdeploy_at,
     installed_fastdeploy,
 )
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Kind, known_releases, load_table, table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import (
+    Capabilities,
+    Kind,
+    known_releases,
+    load_table,
+    table_for,
+)
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
 from tests.fastdeploy_integration import fake_fastdeploy
 
@@ -34,15 +39,17 @@ def write(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "patch"}, "'patch' is not a valid Kind"),
-        ({"where": "router"}, "'router' is not a valid Where"),
+        ({"kind": "patch"}, r"Invalid enum value 'patch' - at `\$.kind`"),
+        ({"where": "router"}, r"Invalid enum value 'router' - at `\$.where`"),
+        ({"adds": "name"}, r"Expected `array`, got `str` - at `\$.adds`"),
+        ({"why": 1}, r"Expected `str`, got `int` - at `\$.why`"),
         ({"target": "fakefd.engine.Engine"}, "not of the form"),
         ({"ours": "os.path"}, "not of the form"),
         ({"signature": ""}, "wrap and replace need `signature`"),
         ({"kind": "extend"}, "extend needs `adds`"),
         ({"optional": ["name"]}, "`optional` has name, and `adds` does not"),
-        ({"colour": "red"}, "unknown colour"),
-        *(({field: None}, f"no {field}") for field in ("kind", "ours", "where", "why")),
+        ({"colour": "red"}, "unknown field `colour`"),
+        *(({field: None}, f"missing required field `{field}`") for field in ("kind", "ours", "where", "why")),
     ],
 )
 @pytest.mark.parametrize("is_inherited", [False, True])
@@ -51,14 +58,14 @@ def test_a_bad_row_and_its_table_are_named(write, is_inherited, change, message)
     path = write([row], release="9.1")
     if is_inherited:
         path = write([], release="9.2", inherits="9.1")
-    with pytest.raises(OverlayError, match=rf"^patch table fake-9\.1\.toml: .*{message}"):
+    with pytest.raises(OverlayError, match=rf"^patch table fake-9\.1\.toml: (fakefd\S*|os.path): .*{message}"):
         load_table(path)
 
 
 def test_not_a_table(tmp_path):
     path = tmp_path / "table.toml"
     path.write_text("[fastdeploy]\n", encoding="utf-8")
-    with pytest.raises(OverlayError, match=r"table.toml: no 'release'"):
+    with pytest.raises(OverlayError, match=r"table.toml: .* missing required field `release`"):
         load_table(path)
 
 
@@ -115,9 +122,9 @@ def test_what_names_leave_out_is_said_once(write, names):
         ([SCHEDULE], {}, "repeats the row of 9.1 for fakefd.engine:Engine.schedule"),
         ([], {"removes": [SCHEDULE["target"]]}, "no rows"),
         ([], {"inherits": "9.0"}, "inherits '9.0', but there is no fake-9.0.toml beside it"),
-        ([], {"inherit": "9.1"}, "unknown inherit"),
-        ([], {"capabilities": {"flash": True}}, "unknown capability flash: choose from flash_block_wise_fp8"),
-        ([], {"capabilities": {"flash_block_wise_fp8": 1}}, "true or false, got flash_block_wise_fp8 = 1"),
+        ([], {"inherit": "9.1"}, "unknown field `inherit`"),
+        ([], {"capabilities": {"flash": True}}, "unknown field `flash` - at `$.capabilities`"),
+        ([], {"capabilities": {"flash_block_wise_fp8": 1}}, "Expected `bool`, got `int` - at `$.capabilities.flash"),
         ([HELPER, HELPER], {}, "two rows for fakefd.engine:Engine.helper"),
     ],
 )
