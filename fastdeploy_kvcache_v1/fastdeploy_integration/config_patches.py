@@ -1,4 +1,4 @@
-"""Patches of FastDeploy's environment variables, arguments and configuration, and what we refuse to start with."""
+"""Patches of FastDeploy's environment variables, arguments and configuration."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from ..storage.settings import HELP as STORAGE_HELP
 from ..storage.settings import StorageSettings, takes_host_blocks
 from ..switch import SWITCH
 from ..units import GIB
-from .backends import BLOCK_WISE_FP8, DSA, MLA, NATIVE, PLAS
-from .disaggregation.refusals import role_refusals
-from .overlay import overlay
-from .overlay.table import PatchTable
-from .settings import RUN_DIRECTORY, write_policy, write_through_threshold
+from .backends import MLA
+from .refusals import require_served
+from .settings import write_policy, write_through_threshold
 from .storage_channel import storage_settings
-from .swap_space import has_draft_layer, host_layout, kv_cache_quant_type, require_amount, size_host_tier
+from .swap_space import host_layout, require_amount, size_host_tier
 
 logger = logging.getLogger(__name__)
 
@@ -131,20 +129,8 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
     _note_speculation(instance)
     wrapped(*args, **kwargs)
     from fastdeploy import envs
-    from fastdeploy.platforms import current_platform
 
-    reasons = refusals(
-        instance,
-        fastdeploy=overlay.active().table,
-        v1_scheduler=bool(int(envs.ENABLE_V1_KVCACHE_SCHEDULER)),
-        sees_gpu=_answer(current_platform, "is_cuda") or RUN_DIRECTORY in os.environ,
-        attention_backend=envs.FD_ATTENTION_BACKEND,
-        whole_prompts=bool(envs.FD_DISABLE_CHUNKED_PREFILL) and not getattr(envs, "FD_DETERMINISTIC_MODE", False),
-        foreign_platform=_foreign_platform(current_platform),
-        pd_via_storage=bool(getattr(envs, "FD_PD_TRANSFER_VIA_STORAGE", 0)),
-    )
-    if reasons:
-        raise ConfigError(f"{SWITCH}=1 cannot serve this: {'; '.join(reasons)}. Change it, or unset {SWITCH}")
+    require_served(instance)
     chosen = storage_settings(instance.cache_config)
     if chosen is not None and chosen.uses_device_tier:
         require_installed()
@@ -170,69 +156,3 @@ def _note_speculation(config: Any) -> None:
     if speculative is not None:
         asked = (getattr(speculative, name, None) for name in ("num_speculative_tokens", "num_model_steps"))
         config.asked_speculation = tuple(asked)
-
-
-def refusals(
-    config: Any,
-    *,
-    fastdeploy: PatchTable,
-    v1_scheduler: bool,
-    sees_gpu: bool,
-    attention_backend: str,
-    whole_prompts: bool,
-    foreign_platform: str | None,
-    pd_via_storage: bool,
-) -> list[str]:
-    """Why this `FDConfig` cannot be served; empty when it can. `fastdeploy`: the table of the release that runs.
-    `whole_prompts`: what is set asks the scheduler to cut no prompt into chunks. `sees_gpu`: else FastDeploy has chosen
-    the V0 scheduler itself. A CPU worker stands for a GPU.
-    """
-    cache, role = config.cache_config, config.scheduler_config.splitwise_role
-    swaps = cache.num_cpu_blocks > 0 or cache.sized_by_swap_space
-    fp8 = kv_cache_quant_type(config) == BLOCK_WISE_FP8
-    routing = getattr(config.routing_replay_config, "enable_routing_replay", False)
-    graph_level = getattr(config.graph_opt_config, "graph_opt_level", 0)
-    storage = f"--kvcache-storage-backend {cache.kvcache_storage_backend}"
-    checks = {
-        f"{storage} without --swap-space": cache.kvcache_storage_backend in ("file", "mooncake") and not swaps,
-        f"{storage} with tensor parallelism over several machines": bool(cache.kvcache_storage_backend)
-        and int(config.parallel_config.tensor_parallel_size) > int(config.worker_num_per_node),
-        "FD_PD_TRANSFER_VIA_STORAGE=1 (workers read each other's blocks without a store)": pd_via_storage,
-        "no CUDA GPU is seen (install paddlepaddle-gpu, or run `fastdeploy-kvcache serve --fastdeploy-cpu`)": (
-            not v1_scheduler and not sees_gpu and foreign_platform is None
-        ),
-        "ENABLE_V1_KVCACHE_SCHEDULER=0 (the V0 scheduler)": not v1_scheduler and sees_gpu,
-        f"the {foreign_platform} platform": foreign_platform is not None,
-        f"{PLAS} (it keeps means of key blocks outside the cache)": attention_backend == PLAS,
-        f"{NATIVE} (FastDeploy cannot make it for a GPU)": attention_backend == NATIVE,
-        f"{DSA} with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass, so the "
-        "tokens would be wrong: FD_DISABLE_CHUNKED_PREFILL=1, --no-enable-prefix-caching, no FD_DETERMINISTIC_MODE)": (
-            attention_backend == DSA and (cache.enable_prefix_caching or not whole_prompts)
-        ),
-        "MLA attention with block_wise_fp8": fp8 and attention_backend == MLA,
-        f"{MLA} with graph_opt_level {graph_level} (a static graph leaves out what a prompt has in the cache)": (
-            attention_backend == MLA and graph_level > 0
-        ),
-        f"speculative method mtp with {attention_backend} (FastDeploy has no draft model for it)": (
-            attention_backend in (MLA, DSA) and has_draft_layer(config)
-        ),
-        f"{attention_backend} with block_wise_fp8 in FastDeploy {fastdeploy.release}": fp8
-        and not fastdeploy.capabilities.flash_block_wise_fp8
-        and attention_backend != "APPEND_ATTN",
-        "routing replay with --swap-space": bool(routing) and swaps,
-    }
-    if role != "mixed":
-        checks |= role_refusals(config)
-    return [reason for reason, applies in checks.items() if applies]
-
-
-def _foreign_platform(platform: Any) -> str | None:
-    """The name of a device whose model runner we do not patch, so that nothing copies its blocks; None on a GPU."""
-    for name in ("xpu", "intel_hpu", "maca", "iluvatar", "gcu", "dcu"):
-        if _answer(platform, f"is_{name}"):
-            return name
-    return None
-
-
-def _answer(platform: Any, question: str) -> bool:
-    return bool(getattr(platform, question, bool)())

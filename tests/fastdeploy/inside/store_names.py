@@ -17,7 +17,7 @@ from fastdeploy import envs
 from fastdeploy.engine import args_utils
 from fastdeploy.entrypoints.openai.utils import make_arg_parser
 from fastdeploy.utils import FlexibleArgumentParser
-from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration import refusals
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage_namespace import VARIABLES, settings_digest
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from tests.fastdeploy.inside.swap_space import QWEN, Cuda
@@ -101,7 +101,7 @@ def directory(tmp_path, monkeypatch):
     """Where the model is; a FastDeploy that believes to have a GPU, on which nothing refuses roles."""
     monkeypatch.chdir(tmp_path)
     believe_in_cuda(monkeypatch.setattr)
-    monkeypatch.setattr(config_patches, "role_refusals", lambda config: {})
+    monkeypatch.setattr(refusals, "OF_ROLES", ())
     monkeypatch.setenv("FD_ATTENTION_BACKEND", "APPEND_ATTN")
 
 

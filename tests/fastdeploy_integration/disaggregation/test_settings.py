@@ -1,4 +1,4 @@
-"""What the user says about transfers, and what is refused with roles."""
+"""What the user says about transfers."""
 
 from pathlib import Path
 
@@ -6,9 +6,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import settings
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.refusals import role_refusals
-from fastdeploy_kvcache_v1.fastdeploy_integration.settings import RUN_DIRECTORY
-from tests.fastdeploy_integration.fd_configs import fd_config
 
 
 @pytest.fixture
@@ -64,48 +61,3 @@ def test_workers_learn_what_the_engine_knows():
     assert settings.rank_place(environment) == place
     with pytest.raises(ConfigError, match="has not told this worker of its role"):
         settings.rank_place({})
-
-
-def refused(environment=None, **changed):
-    config = fd_config(**{"splitwise_role": "decode", "num_cpu_blocks": 0, **changed})
-    reasons = role_refusals(config, {RUN_DIRECTORY: "/somewhere"} if environment is None else environment)
-    return [reason for reason, applies in reasons.items() if applies]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"router_config": None},  # a worker knows of no router
-        {"tensor_parallel_size": 2},
-        {"num_cpu_blocks": 4, "sized_by_swap_space": True},
-        *({"splitwise_role": "prefill", "kvcache_storage_backend": each} for each in (None, "file", "mooncake")),
-    ],
-)
-def test_a_cpu_worker_with_the_router_is_served(given):
-    assert refused(**given) == []
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"environment": {}}, "on a GPU"),
-        ({"environment": {RUN_DIRECTORY: "/d", settings.PLANE: "cuda_ipc"}}, "cuda_ipc needs a GPU"),
-        ({"name": "splitwise"}, "--scheduler-name splitwise"),
-        ({"router": None}, "--scheduler-name local"),
-        ({"kvcache_storage_backend": "file"}, "--kvcache-storage-backend"),
-        ({"kvcache_storage_backend": "attention_store"}, "--kvcache-storage-backend attention_store"),
-        ({"splitwise_role": "prefill", "kvcache_storage_backend": "attention_store"}, "attention_store"),
-        ({"data_parallel_size": 2}, "data parallelism"),
-        ({"method": "mtp"}, "speculative decoding"),
-        ({"dynamic_load_weight": True}, "--dynamic-load-weight"),
-        *(
-            ({"environment": {RUN_DIRECTORY: "/d", variable: "1"}}, variable)
-            for variable in ("FD_ENABLE_INTERNAL_ADAPTER", "FD_ENABLE_CACHE_TASK")
-        ),
-    ],
-)
-def test_each_combination_is_refused_for_its_own_reason(changed, reason):
-    (only,) = refused(**changed)
-    assert only.startswith(f"--splitwise-role {changed.get('splitwise_role', 'decode')}")
-    assert reason in only

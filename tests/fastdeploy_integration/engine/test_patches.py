@@ -8,15 +8,12 @@ from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Capabilities, table_for
-from fastdeploy_kvcache_v1.fastdeploy_integration.settings import RUN_DIRECTORY
 from tests.fastdeploy_integration.fd_configs import fd_config
 from tests.storage.attention_store.stand_in import SDK
 
@@ -132,91 +129,21 @@ def test_thresholds_that_cannot_work(threshold):
     assert settings.write_through_threshold(1) == 1
 
 
-FACTS = {
-    "fastdeploy": replace(table_for("2.6"), capabilities=Capabilities(flash_block_wise_fp8=True)),
-    "v1_scheduler": True,
-    "sees_gpu": True,
-    "attention_backend": "APPEND_ATTN",
-    "whole_prompts": True,
-    "foreign_platform": None,
-    "pd_via_storage": False,
-}
-NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilities())}
-CHUNKED_DSA = "DSA_ATTN with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass"
-
-
-FILE, ATTENTION = ({"kvcache_storage_backend": each} for each in ("file", "attention_store"))
-INT8, FP8 = ({"quantization": {"kv_cache_quant_type": each}} for each in ("int8", "block_wise_fp8"))
-MTP, NGRAM = ({"method": each} for each in ("mtp", "ngram"))
-MLA, DSA, FLASH = ({"attention_backend": each} for each in ("MLA_ATTN", "DSA_ATTN", "FLASH_ATTN"))
-SWAP, HOST, UNCACHED = {"sized_by_swap_space": True}, {"num_cpu_blocks": 9}, {"enable_prefix_caching": False}
-GRAPHS, ROUTING, CHUNKS = {"graph_opt_level": 1}, {"enable_routing_replay": True}, {"whole_prompts": False}
-
-
-@pytest.mark.parametrize(
-    ("config", "facts", "reason"),
-    [
-        (FILE, {}, "--kvcache-storage-backend file without --swap-space"),
-        (FILE | SWAP | {"tensor_parallel_size": 16}, {}, "file with tensor parallelism over several machines"),
-        (FILE | SWAP, {"pd_via_storage": True}, "FD_PD_TRANSFER_VIA_STORAGE=1"),
-        ({}, {"v1_scheduler": False}, "V0 scheduler"),
-        ({}, {"v1_scheduler": False, "sees_gpu": False}, "no CUDA GPU is seen"),
-        ({}, {"v1_scheduler": False, "sees_gpu": False, "foreign_platform": "dcu"}, "the dcu platform"),
-        ({}, {"foreign_platform": "xpu"}, "xpu platform"),
-        ({}, {"attention_backend": "PLAS_ATTN"}, "PLAS_ATTN (it keeps means of key blocks outside"),
-        ({}, {"attention_backend": "NATIVE_ATTN"}, "NATIVE_ATTN (FastDeploy cannot make it"),
-        ({}, DSA, CHUNKED_DSA),
-        (UNCACHED, DSA | CHUNKS, CHUNKED_DSA),
-        (FP8, MLA, "MLA attention with block_wise_fp8"),
-        (GRAPHS, MLA, "MLA_ATTN with graph_opt_level 1"),
-        (MTP, MLA, "speculative method mtp with MLA_ATTN"),
-        (FP8, FLASH | NO_FLASH_FP8, "FLASH_ATTN with block"),
-        (ROUTING | HOST, {}, "routing replay with --swap-space"),
-        (ROUTING | SWAP, {}, "routing replay with --swap-space"),
-        (MTP | UNCACHED, DSA, "speculative method mtp with DSA_ATTN"),
-        (FILE | HOST, {}, None),
-        (ATTENTION | HOST | MTP, {}, None),
-        (FILE | SWAP | {"tensor_parallel_size": 8}, {}, None),
-        (FP8, FLASH, None),
-        (FP8, NO_FLASH_FP8, None),
-        (INT8, MLA, None),
-        (HOST | NGRAM, MLA | CHUNKS, None),
-        (GRAPHS, {}, None),
-        ({"graph_opt_config": None}, MLA, None),
-        (ROUTING, {}, None),
-        (NGRAM | SWAP | UNCACHED, DSA, None),
-        ({}, CHUNKS, None),
-        ({}, {"fastdeploy": table_for("2.5")}, None),
-    ],
-)
-def test_what_is_refused_and_why(config, facts, reason):
-    refused = config_patches.refusals(fd_config(**{"num_cpu_blocks": 0} | config), **FACTS | facts)
-    assert len(refused) == (reason is not None)
-    assert all(reason in each for each in refused)
-
-
 @pytest.fixture
 def postprocess(install, monkeypatch):
-    """FastDeploy has processed its configuration. Returns what `refusals` was asked; `envs` and `layout` are FAKE."""
-    envs = SimpleNamespace(
-        ENABLE_V1_KVCACHE_SCHEDULER=1, FD_ATTENTION_BACKEND="APPEND_ATTN", FD_DISABLE_CHUNKED_PREFILL=False
-    )
-    made = SimpleNamespace(asked=None, envs=envs, refused=[], layout=None, sized=[], platform=None)
-
-    def refusals(config, **facts):
-        made.asked = facts
-        return made.refused
+    """FastDeploy has processed its configuration; `envs` and `layout` are FAKE."""
+    envs = SimpleNamespace(FD_ATTENTION_BACKEND="APPEND_ATTN")
+    made = SimpleNamespace(envs=envs, layout=None, sized=[], served=[])
 
     def run(*, backend=None, host_blocks=0, graphs=None):
-        install({"fastdeploy": {"envs": envs}, "fastdeploy.platforms": {"current_platform": made.platform}})
+        install({"fastdeploy": {"envs": envs}})
         config, processed = fd_config(kvcache_storage_backend=backend, num_cpu_blocks=host_blocks), []
         config.graph_opt_config = graphs
         config_patches.postprocess_config(lambda: processed.append(True), config, (), {})
-        assert processed == [True]
+        assert (processed, made.served[-1:]) == ([True], [config])
         assert made.sized[-1:] == [(config, envs.FD_ATTENTION_BACKEND)]
 
-    monkeypatch.setattr(config_patches.overlay, "active", lambda: SimpleNamespace(table="the table"))
-    monkeypatch.setattr(config_patches, "refusals", refusals)
+    monkeypatch.setattr(config_patches, "require_served", made.served.append)
     monkeypatch.setattr(config_patches, "host_layout", lambda *_: made.layout)
     monkeypatch.setattr(config_patches, "size_host_tier", lambda *given: made.sized.append(given))
     made.run = run
@@ -244,42 +171,6 @@ def test_attention_store_needs_its_sdk_and_where_data_moves_a_key_and_a_value(
         postprocess.run(backend="attention_store")
 
 
-def test_a_configuration_is_refused_with_every_reason(postprocess):
-    postprocess.refused = ["this", "that"]
-    with pytest.raises(ConfigError, match="ENABLE_V1_KVCACHE_MANAGER=1 cannot serve this: this; that"):
-        postprocess.run()
-
-
-@pytest.mark.parametrize(
-    ("envs", "platform", "expected"),
-    [
-        ({}, None, {}),
-        ({"ENABLE_V1_KVCACHE_SCHEDULER": "0"}, None, {"v1_scheduler": False}),
-        ({"FD_ATTENTION_BACKEND": "MLA_ATTN"}, None, {"attention_backend": "MLA_ATTN"}),
-        ({"FD_DISABLE_CHUNKED_PREFILL": True}, None, {"whole_prompts": True}),
-        ({"FD_DISABLE_CHUNKED_PREFILL": True, "FD_DETERMINISTIC_MODE": True}, None, {}),
-        ({"FD_PD_TRANSFER_VIA_STORAGE": 1}, None, {"pd_via_storage": True}),
-        ({}, "is_maca", {"foreign_platform": "maca"}),
-        ({}, "is_cuda", {"sees_gpu": True}),
-        ({"CPU worker": True}, None, {"sees_gpu": True}),
-    ],
-)
-def test_what_decides_whether_a_configuration_is_refused(postprocess, monkeypatch, envs, platform, expected):
-    vars(postprocess.envs).update(envs)
-    if "CPU worker" in envs:
-        monkeypatch.setenv(RUN_DIRECTORY, "/a/run")
-    postprocess.platform = platform and SimpleNamespace(**{platform: lambda: True, "is_xpu": lambda: False})
-    postprocess.run()
-    usual = {
-        "fastdeploy": "the table",
-        "v1_scheduler": True,
-        "sees_gpu": False,
-        "attention_backend": "APPEND_ATTN",
-        "whole_prompts": False,
-    }
-    assert postprocess.asked == {**usual, "foreign_platform": None, "pd_via_storage": False, **expected}
-
-
 @pytest.mark.parametrize(
     ("host_blocks", "attention_backend", "is_on"),
     [(0, "APPEND_ATTN", True), (1, "APPEND_ATTN", False), (0, "MLA_ATTN", False)],
@@ -296,11 +187,6 @@ def test_prefills_that_wait_for_layers_or_read_a_prefix_are_not_captured(
         not is_on
     )
     postprocess.run(host_blocks=host_blocks)
-
-
-def test_roles_have_refusals_of_their_own():
-    config = fd_config(splitwise_role="decode", data_parallel_size=2)
-    assert any("data parallelism" in reason for reason in config_patches.refusals(config, **FACTS))
 
 
 @pytest.mark.parametrize(

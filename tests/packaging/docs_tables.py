@@ -1,0 +1,81 @@
+"""Tables of the docs, made from tables of the package: `scripts/docs-tables` writes them between their marks."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases, table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.refusals import FOREIGN, OF_ROLES, REFUSALS
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMAND = "./scripts/docs-tables"
+
+
+def releases() -> Iterator[str]:
+    yield "| FastDeploy | table | written for | places that it touches | CPU worker |"
+    yield "|---|---|---|---|---|"
+    with_cpu_worker = known_releases(activation.TABLE_NAME)
+    for release in known_releases():
+        table = table_for(release)
+        file = f"[`fastdeploy-{release}.toml`](../patches/fastdeploy-{release}.toml)"
+        has_one = "yes" if release in with_cpu_worker else "no"
+        yield f"| {release} | {file} | {table.commit} | {len(table.rows)} | {has_one} |"
+
+
+def refusals() -> Iterator[str]:
+    yield "| refused | why | what to do |"
+    yield "|---|---|---|"
+    without = [each for each in known_releases() if not table_for(each).capabilities.flash_block_wise_fp8]
+    values = SimpleNamespace(
+        store="STORE",
+        platform=f"{', '.join(FOREIGN[:-1])} or {FOREIGN[-1]}",
+        graph_level="above 0",
+        fastdeploy=SimpleNamespace(release=" and ".join(without)),
+        config=SimpleNamespace(scheduler_config=SimpleNamespace(name="other than local")),
+    )
+    roles = [row._replace(setting=f"prefill and decode roles {row.setting}") for row in OF_ROLES]
+    for row in [*REFUSALS, *roles]:
+        yield f"| {row.setting.format(values)} | {row.reason} | {row.instead} |"
+
+
+PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "releases": ("fastdeploy.md", releases),
+    "refusals": ("fastdeploy.md", refusals),
+}
+"""By the name in the marks: the page, and the lines."""
+
+
+def written(page: str, text: str) -> str:
+    """`text` with every part of this page as it should be. Raises `ValueError` where marks are missing."""
+    for name, (where, lines) in PARTS.items():
+        if where == page:
+            begin, end = f"<!-- {name}: written by {COMMAND} -->\n", f"<!-- end of {name} -->"
+            part = f"(?s)(?<={re.escape(begin)}).*?(?={re.escape(end)})"
+            new = "".join(f"{line}\n" for line in lines())
+            text, found = re.subn(part, new.replace("\\", r"\\"), text)
+            if found != 1:
+                raise ValueError(f"{page} has {found} parts between {begin!r} and {end!r}, expected 1")
+    return text
+
+
+def pages() -> list[str]:
+    return sorted({page for page, _ in PARTS.values()})
+
+
+def main() -> int:
+    for page in pages():
+        path = DOCS / page
+        old = path.read_text(encoding="utf-8")
+        if (new := written(page, old)) != old:
+            path.write_text(new, encoding="utf-8")
+            print(f"{page}: written anew")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""Tables of the docs say what the tables of the package say."""
+
+import pytest
+
+from .docs_tables import COMMAND, DOCS, pages, written
+
+
+@pytest.mark.parametrize("page", pages())
+def test_the_tables_of_a_page_are_those_of_the_package(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert text == written(page, text), f"write them anew: {COMMAND}"
+
+
+def test_a_page_that_lost_its_marks_is_named():
+    with pytest.raises(ValueError, match="has 0 parts between"):
+        written(pages()[0], "")
