@@ -1,5 +1,7 @@
 """The `doctor` command on FAKE FastDeploy trees, and on this machine."""
 
+import argparse
+import importlib
 import importlib.metadata
 import os
 import re
@@ -9,16 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1 import cli, doctor, plugin
+from fastdeploy_kvcache_v1 import cli, doctor, extras, plugin
 from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.fastdeploy_integration import checks as fastdeploy_checks
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases, table_for
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
+from fastdeploy_kvcache_v1.storage import checks as storage_checks
 from fastdeploy_kvcache_v1.storage.file import file_backend
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.switch import SWITCH
+from fastdeploy_kvcache_v1.worker import checks as worker_checks
 from fastdeploy_kvcache_v1.worker.cuda import trial
 from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL, RUNS, Rates
 from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
@@ -54,7 +59,8 @@ def test_every_patch_point_is_named(make_tree, capsys):
     assert "ok  extend fastdeploy.envs:environment_variables" in report
     assert "CacheConfig.__init__: drifted: expected (self, args), FastDeploy has (self, changed)" in report
     assert "FAIL  replace fastdeploy.engine.resource_manager:PrefixCacheManager: missing" in report
-    assert f"{len(rows) - 1} problems" in report, "two rows are right, and the names of stored blocks are not"
+    num_lab = len(activation.table_for("2.6").rows)
+    assert report.endswith(f"\nLab: {num_lab} to do; FastDeploy: {len(rows) - num_lab - 1} to do\n")
 
 
 @pytest.mark.parametrize("argument", ["--write-bodies", "--against=old"])
@@ -87,16 +93,35 @@ def test_the_capabilities_of_the_release_are_shown(make_tree, capsys, version, a
     assert f"   -  capability flash_block_wise_fp8: {answer}\n" in capsys.readouterr().out
 
 
+OWN_MANAGER = {"cache_manager/v1/__init__.py": ""}
+
+
+def asked(*words):
+    """What `doctor` is asked with these flags."""
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def findings(*names, words=()):
+    """Of the checks of these names, by their own names."""
+    found = [each for check in doctor.CHECKS if check.name in names for each in doctor.findings(check, asked(*words))]
+    return {each.name: each for each in found}
+
+
+def test_every_check_names_a_function_of_its_room():
+    for check in doctor.CHECKS:
+        module, _, function = check.function.partition(":")
+        assert callable(getattr(importlib.import_module(f"fastdeploy_kvcache_v1.{module}"), function)), check
+
+
 def test_what_only_the_cpu_worker_patches_does_not_decide_about_an_installed_fastdeploy(make_tree, monkeypatch):
     monkeypatch.syspath_prepend(make_tree())
     monkeypatch.delitem(doctor.sys.modules, plugin.FASTDEPLOY, raising=False)
-    found = {finding.name: finding.ok for finding in doctor.fastdeploy_findings(None)}
+    found = {name: finding.ok for name, finding in findings("FastDeploy", "CPU worker").items()}
     for row in table_for("2.6").rows:
         assert found[f"{row.kind.value} {row.target}"] is not None
     assert {found[f"{row.kind.value} {row.target}"] for row in activation.table_for("2.6").rows} == {None}
-
-
-OWN_MANAGER = {"cache_manager/v1/__init__.py": ""}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +129,7 @@ OWN_MANAGER = {"cache_manager/v1/__init__.py": ""}
     [
         (("3.1.4",), [], 1, "FastDeploy 3.1 is not supported"),
         (("3.1.4", OWN_MANAGER), [], 0, "so fastdeploy-kvcache-v1 does nothing here: its flags, stores, "),
-        (("3.1.4", OWN_MANAGER), [], 0, "\nnothing wrong, and nothing to patch\n"),
+        (("3.1.4", OWN_MANAGER), [], 0, "\n\nFastDeploy: nothing to patch\n"),
         ((), ["--write-bodies"], 2, "is missing: correct the table first"),
         (None, [], 2, "holds no FastDeploy"),
     ],
@@ -116,13 +141,50 @@ def test_what_a_tree_is(make_tree, tmp_path, capsys, tree, flags, status, said):
     assert said in (printed.err if status == 2 else printed.out)
 
 
-def test_this_machine_is_described(monkeypatch):
-    monkeypatch.setattr(doctor, "_cupy", lambda: (False, "No module named 'cupy'"))
-    found = {finding.name: finding for finding in doctor.machine_findings()}
-    assert found["CuPy"].ok is False
-    assert found["copy ops"].ok
+def test_this_machine_is_described():
+    found = findings(*(check.name for check in doctor.CHECKS))
     assert found["copy ops"].detail == f"on a CPU by {cpu_paths()[0].name}"
-    assert {"GPU", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
+    assert found["replay and traffic"].ok
+    assert {"GPU", "CuPy", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
+
+
+def test_on_a_machine_without_fastdeploy_the_lab_is_well_and_what_is_to_do_comes_first(capsys):
+    assert cli.main(["doctor"]) == 1
+    *report, _, verdict = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("Lab: ok; Machine: ok; FastDeploy: ")
+    begin = next(number for number, line in enumerate(report) if line.startswith("FastDeploy: "))
+    section = report[begin + 1 : report.index("", begin)]
+    known = ", ".join(known_releases())
+    assert section[0].startswith(f"FAIL  FastDeploy: got none, expected one of {known}: install it")
+    failed = [line.startswith("FAIL") for line in section]
+    assert failed == sorted(failed, reverse=True)
+
+
+def test_another_tree_says_nothing_about_this_machine(make_tree, capsys):
+    assert cli.main(["doctor", "--source", str(make_tree("3.1.4", OWN_MANAGER))]) == 0
+    report = capsys.readouterr().out
+    assert "GPU" not in report
+    assert "Machine" not in report
+
+
+def test_a_room_that_is_not_installed_is_asked_nothing(monkeypatch):
+    find_spec = importlib.util.find_spec
+    without_lab = lambda name: None if name.endswith(".lab") else find_spec(name)  # noqa: E731
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", without_lab)
+    assert findings("packages", "CPU worker") == {}
+    assert "copy ops" in findings("copy ops")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "commands", "ok"), [("fastapi", "serve and router", None), ("msgspec", "replay and traffic", False)]
+)
+def test_only_a_package_that_all_commands_need_is_a_failure(monkeypatch, lacking, commands, ok):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacking else find_spec(name))
+    found = findings("packages")
+    assert [each.name for each in found.values() if not each.ok] == [commands]
+    assert found[commands].ok is ok
+    assert re.match(rf"got no {lacking}, expected them: pip install '?fastdeploy-kvcache-v1", found[commands].detail)
 
 
 @pytest.mark.parametrize(
@@ -140,15 +202,15 @@ def test_a_wrong_paddlepaddle_is_named_beside_the_one_that_is_wanted(monkeypatch
         return installed[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    found = doctor._paddle()
-    assert found[0] is ok
-    assert found[1].startswith(detail)
+    (found,) = findings("PaddlePaddle").values()
+    assert found.ok is ok
+    assert found.detail.startswith(detail)
 
 
 @pytest.mark.parametrize(
     ("driver", "ok", "said"),
     [
-        (OSError("no libcuda"), False, "no NVIDIA driver (no libcuda): install one, or run `serve --fastdeploy-cpu`"),
+        (OSError("no libcuda"), False, "no NVIDIA driver (no libcuda), expected one: install one, or run "),
         ((100, 0), False, "CUDA error 100, expected 0: look at nvidia-smi"),
         ((0, 0), False, "got 0, expected at least 1: look at CUDA_VISIBLE_DEVICES"),
         ((0, 2), True, "2 x "),
@@ -165,10 +227,10 @@ def test_a_gpu_that_is_not_there_is_said_with_what_to_do(monkeypatch, driver, ok
             cuDeviceGetName=lambda *_: None,
         )
 
-    monkeypatch.setattr(doctor.ctypes, "CDLL", load)
-    found = doctor._gpu()
-    assert found[0] is ok
-    assert said in found[1]
+    monkeypatch.setattr(worker_checks.ctypes, "CDLL", load)
+    (found,) = findings("GPU").values()
+    assert found.ok is ok
+    assert said in found.detail
 
 
 @pytest.mark.parametrize(
@@ -189,7 +251,7 @@ def test_the_cupy_that_fits_the_driver_is_named(served, of_cupy, ok, said):
         patch.setattr(trial, "rates_of", lambda device, row_bytes: Rates())
         if of_cupy is None:
             patch.setitem(sys.modules, "cupy", None)
-        (found,) = (finding for finding in doctor.machine_findings() if finding.name == "CuPy")
+        (found,) = findings("CuPy").values()
     assert found.ok is ok
     assert said in found.detail
 
@@ -210,18 +272,25 @@ def test_what_a_trial_of_the_copies_finds_is_told(monkeypatch, rates, ok, said):
 
     monkeypatch.setattr(trial, "rates_of", rates_of)
     with fake_gpu():
-        (found,) = (finding for finding in doctor.machine_findings() if finding.name == "copy paths on the GPU")
+        (found,) = findings("copy paths on the GPU").values()
     assert (found.ok, found.detail) == (ok, said)
 
 
-@pytest.mark.parametrize(("table", "ok"), [("PADDLE_LIBRARIES", False), ("MOONCAKE_LIBRARIES", None)])
-def test_a_library_that_the_system_lacks_is_named_with_its_package(monkeypatch, table, ok):
-    monkeypatch.setattr(doctor, "PADDLE_LIBRARIES", {"libc.so.6": "libc6"})
-    monkeypatch.setattr(doctor, table, {"libc.so.6": "libc6", "libabsent.so.7": "libabsent7"})
-    (found,) = (finding for finding in doctor.machine_findings() if finding.name == "system libraries")
+@pytest.mark.parametrize(
+    ("room", "table", "check", "ok"),
+    [
+        (worker_checks, "PADDLE_LIBRARIES", "system libraries", False),
+        (storage_checks, "MOONCAKE_LIBRARIES", "storage", None),
+    ],
+)
+def test_a_library_that_the_system_lacks_is_named_with_its_package(monkeypatch, room, table, check, ok):
+    monkeypatch.setattr(room, table, {"libc.so.6": "libc6", "libabsent.so.7": "libabsent7"})
+    found = findings(check)["system libraries"]
     assert found.ok is ok
     assert "libabsent.so.7" in found.detail
     assert found.detail.endswith("missing here: apt-get install libabsent7")
+    monkeypatch.setattr(room, table, {"libc.so.6": "libc6"})
+    assert findings(check).get("system libraries", extras.Finding(True, "", "")).ok
 
 
 @pytest.fixture
@@ -232,7 +301,7 @@ def storage_doctor(make_tree, tmp_path, capsys):
     def check(where=f"dir={tmp_path / 'kv'}"):
         status = cli.main(["doctor", "--source", str(tree), f"--kvcache-storage-{where}"])
         lines = capsys.readouterr().out.splitlines()
-        _mooncake, _attention_store, line = (line for line in lines if line[6:].startswith("storage "))
+        (line,) = (line for line in lines if line[6:].startswith("storage "))
         return status, line
 
     return check
@@ -355,21 +424,21 @@ def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):
     user, packages = tmp_path / "user", tmp_path / "packages"
     user.mkdir()
     packages.mkdir()
-    monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(packages)])
-    monkeypatch.setattr(doctor.site, "getusersitepackages", lambda: str(user))
-    monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", False)
-    (user / doctor.BOOTSTRAP).write_text("", encoding="utf-8")
-    assert doctor._activation()[0] is False  # Python does not read that folder here
+    monkeypatch.setattr(fastdeploy_checks.site, "getsitepackages", lambda: [str(packages)])
+    monkeypatch.setattr(fastdeploy_checks.site, "getusersitepackages", lambda: str(user))
+    monkeypatch.setattr(fastdeploy_checks.site, "ENABLE_USER_SITE", False)
+    (user / fastdeploy_checks.BOOTSTRAP).write_text("", encoding="utf-8")
+    assert findings("activation")["activation"].ok is False  # Python does not read that folder here
     monkeypatch.setenv("FD_PLUGINS", "other,kvcache_v1")
-    installed = EntryPoints([EntryPoint("kvcache_v1", "a:b", doctor.PLUGIN_GROUP)])
-    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: installed.select(group=group))
-    assert doctor._activation()[0] is True
-    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: EntryPoints())
+    installed = EntryPoints([EntryPoint("kvcache_v1", "a:b", fastdeploy_checks.PLUGIN_GROUP)])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: installed.select(group=group))
+    assert findings("activation")["activation"].ok is True
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: EntryPoints())
     line = "FD_PLUGINS names kvcache_v1, but its entry point is not installed: reinstall"
-    assert doctor._activation() == (False, line)
+    assert findings("activation")["activation"][::2] == (False, line)
     monkeypatch.delenv("FD_PLUGINS")
-    monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", True)
-    assert doctor._activation()[0] is True
+    monkeypatch.setattr(fastdeploy_checks.site, "ENABLE_USER_SITE", True)
+    assert findings("activation")["activation"].ok is True
 
 
 @pytest.mark.parametrize(
@@ -382,7 +451,6 @@ def test_a_refused_fastdeploy_is_described_while_the_switch_is_on(make_tree, mon
     monkeypatch.syspath_prepend(make_tree(version))
     monkeypatch.setenv(SWITCH, "1")
     monkeypatch.delitem(doctor.sys.modules, plugin.FASTDEPLOY, raising=False)
-    monkeypatch.setattr(doctor, "machine_findings", lambda: iter(()))
     monkeypatch.setattr(release, "_metadata_version", lambda: None)
     plugin.activate()
     assert cli.main(["doctor"]) == 1

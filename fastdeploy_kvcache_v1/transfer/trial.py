@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,21 +11,25 @@ import httpx
 import msgspec
 
 from ..errors import KVCacheError, PeerRefusedError
+from ..extras import Finding
 from .authentication import prove_to_peer
 from .channel import connect
 from .geometry import require_compatible
 from .role_info import PATH, RoleInfo
+from .secret_file import read_secret
 from .socket_plane import SocketPlane
 
-__all__ = ["try_servers"]
+__all__ = ["servers", "try_servers"]
 
 TIMEOUT_S = 10.0
 
-Verdict = tuple[bool | None, str, str]
-"""Whether it is well (None: nothing was tried), what, and how."""
+
+def servers(args: argparse.Namespace) -> Iterator[Finding]:
+    """For `doctor`: those that are named are there, with the same secret, and caches that fit. Raises `ConfigError`."""
+    return try_servers(args.prefill, args.decode, read_secret(args.peer_secret_file))
 
 
-def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret: bytes) -> Iterator[Verdict]:
+def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret: bytes) -> Iterator[Finding]:
     """Each server alone, then each pair. One of FastDeploy is named by the file in its logs that says what it is."""
     infos: dict[str, dict[str, RoleInfo]] = {"prefill": {}, "decode": {}}
     for role, urls in (("prefill", prefill_urls), ("decode", decode_urls)):
@@ -33,16 +38,17 @@ def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret:
                 infos[role][url] = info = _ask(url, role)
                 yield _reach(url, info, secret)
             except (KVCacheError, httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, OSError, EOFError) as error:
-                yield False, f"{role} server {url}", " ".join(str(error).split()) or type(error).__name__
+                detail = " ".join(str(error).split()) or type(error).__name__
+                yield Finding(False, f"{role} server {url}", detail)
     for prefill, source in infos["prefill"].items():
         for decode, target in infos["decode"].items():
             name = f"{prefill} for {decode}"
             try:
                 _require_fit(source, target)
             except KVCacheError as error:
-                yield False, name, str(error)
+                yield Finding(False, name, str(error))
             else:
-                yield True, name, "their caches fit"
+                yield Finding(True, name, "their caches fit")
 
 
 def _ask(url: str, role: str) -> RoleInfo:
@@ -61,7 +67,7 @@ def _get(url: str, role: str) -> bytes:
     return answer.content
 
 
-def _reach(url: str, info: RoleInfo, secret: bytes) -> Verdict:
+def _reach(url: str, info: RoleInfo, secret: bytes) -> Finding:
     deadline = time.monotonic() + TIMEOUT_S
     name = f"{info.role} server {url}"
     ports = [rank.port for rank in info.ranks if rank.port is not None]
@@ -73,16 +79,16 @@ def _reach(url: str, info: RoleInfo, secret: bytes) -> Verdict:
             finally:
                 channel.close()
         where = ", ".join(f"{info.host}:{port}" for port in ports)
-        return True, name, f"listens for prefill workers at {where} and knows the secret"
+        return Finding(True, name, f"listens for prefill workers at {where} and knows the secret")
     if info.plane != "socket":
-        return None, name, f"it answers; the plane {info.plane} is not tried from here"
+        return Finding(None, name, f"it answers; the plane {info.plane} is not tried from here")
     plane = SocketPlane("127.0.0.1", secret)
     try:
         for rank in info.ranks:
             plane.open(rank.plane_address, deadline).close()
     finally:
         plane.close()
-    return True, name, "its blocks can be reached, and it knows the secret"
+    return Finding(True, name, "its blocks can be reached, and it knows the secret")
 
 
 def _require_fit(source: RoleInfo, target: RoleInfo) -> None:

@@ -302,13 +302,14 @@ def test_without_fastdeploy_its_cpu_server_is_one_line(bare):
         ("--kvcache-storage-dir kv", {"storage file kv"}),
         ("--kvcache-storage-backend mooncake", {"storage mooncake"}),
         ("--kvcache-storage-backend attention_store", {"storage attention_store"}),
-        ("--prefill http://127.0.0.1:1 --decode http://127.0.0.1:2", {"prefill and decode servers"}),
+        ("--prefill http://127.0.0.1:1 --decode http://127.0.0.1:2", {"their trial"}),
     ],
 )
 def test_to_the_doctor_a_missing_package_is_a_finding(bare, flags, problems):
     status, output, _ = bare(["doctor", *flags.split()])
     failed = dict(re.findall(r"^FAIL  ([^:]*): (.*)$", output, re.M))
-    assert (status, output.splitlines()[-1]) == (1, f"{len(failed)} problems")
+    assert (status, output.splitlines()[-1].startswith("Lab: ok; ")) == (1, True)
+    assert len(failed) == sum(map(int, re.findall(r": (\d+) to do", output.splitlines()[-1])))
     assert problems <= set(failed)
     assert failed["CuPy"] == "a server on a GPU needs the package cupy: pip install 'fastdeploy-kvcache-v1[gpu]'"
     if flags:
@@ -320,8 +321,8 @@ def test_to_the_doctor_even_a_missing_requirement_is_a_finding(bare):
     status, output, _ = bare(["doctor"], packages="")
     found = dict(re.findall(r"^FAIL  ([^:]*): (.*)$", output, re.M))
     assert status == 1
-    assert re.fullmatch("the patch table needs the package .*: pip install fastdeploy-kvcache-v1", found["FastDeploy"])
-    assert "copy ops" in found
+    assert re.fullmatch("this check needs the package .*: pip install fastdeploy-kvcache-v1", found["FastDeploy"])
+    assert {"copy ops", "replay and traffic"} <= found.keys()
 
 
 def test_without_extras_no_package_of_one_is_there(installed, required):

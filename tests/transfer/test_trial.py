@@ -1,15 +1,16 @@
 """What `doctor` says of servers with two ranks each: every rank counts, not only the first one."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
-from fastdeploy_kvcache_v1.doctor import peer_findings
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
 from tests.transfer.planes import HOST, SECRET
 from tests.transfer.ranks import DecodeRank, PrefillRank, Sockets, geometry
 
 pytest.importorskip("httpx")
-from fastdeploy_kvcache_v1.transfer.trial import try_servers
+from fastdeploy_kvcache_v1.transfer.trial import servers, try_servers
 
 TWO = range(2)
 
@@ -51,7 +52,8 @@ def test_servers_with_another_secret_or_role_or_that_are_not_there(tmp_path, sid
     prefill, decode = files_of(tmp_path, *infos)
     (tmp_path / "secret").write_bytes(SECRET)
     (tmp_path / "secret").chmod(0o600)
-    found = list(peer_findings([prefill], [decode], tmp_path / "secret"))
+    asked = SimpleNamespace(prefill=[prefill], decode=[decode], peer_secret_file=tmp_path / "secret")
+    found = list(servers(asked))
     assert [each[0] for each in found] == [True, True, True], "what doctor says"
     wrong, absent = try_servers([decode], ["http://127.0.0.1:1"], SECRET)
     assert (wrong[0], wrong[2]) == (False, "its role is decode: start it with --role prefill")

@@ -95,9 +95,9 @@ REFUSED = {
     "dsa_cached": (DEEPSEEK, "DSA_ATTN", [WHOLE], CHUNKED_DSA),
     "dsa_chunked": (DEEPSEEK, "DSA_ATTN", [UNCACHED], CHUNKED_DSA),
     "dsa_default": (DEEPSEEK, "DSA_ATTN", [], CHUNKED_DSA),
-    "mla_mtp": (DEEPSEEK, "MLA_ATTN", MTP_FLAG, "speculative method mtp with MLA_ATTN"),
+    "mla_mtp": (DEEPSEEK, "MLA_ATTN", MTP_FLAG, "speculative method mtp with MLA_ATTN or DSA_ATTN"),
     "mla_graphs": (DEEPSEEK, "MLA_ATTN", ["--graph-optimization-config", '{"graph_opt_level":1}'], "graph_opt_level 1"),
-    "dsa_mtp": (DEEPSEEK, "DSA_ATTN", [WHOLE, UNCACHED, *MTP_FLAG], "speculative method mtp with DSA_ATTN"),
+    "dsa_mtp": (DEEPSEEK, "DSA_ATTN", [WHOLE, UNCACHED, *MTP_FLAG], "speculative method mtp with MLA_ATTN or DSA_ATTN"),
 }
 """Model, attention backend, flags; what the refusal says."""
 BACKENDS = {
@@ -163,7 +163,7 @@ def unserved(name):
     """Why a release has no tier for a case: it hands the backend the scales of another layer."""
     table = overlay.active().table
     if name in ("flash_fp8", "flash_mask_fp8") and not table.capabilities.flash_block_wise_fp8:
-        return f"block_wise_fp8 in FastDeploy {table.release}"
+        return f"block_wise_fp8 without APPEND_ATTN in FastDeploy {table.release}"
     return None
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1 import doctor
 from fastdeploy_kvcache_v1.errors import OverlayError
+from fastdeploy_kvcache_v1.fastdeploy_integration.checks import body_findings
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import bodies, overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import FastDeployTree
@@ -156,7 +156,7 @@ def test_a_start_warns_once_of_changed_bodies_and_refuses_some(tmp_path, known, 
     with pytest.raises(OverlayError, match=rf"is another one inside than the 9\.1.*{KINDS}: changed at line 4"):
         host.start()
     accepts = f"{overlay.UNKNOWN_BODIES}={bodies.acceptance(host.changed_bodies())}"
-    findings = doctor._body_findings(host, FastDeployTree(tmp_path / "worse", "9.1"))
+    findings = body_findings(host, FastDeployTree(tmp_path / "worse", "9.1"))
     (found,) = (each for each in findings if each.ok is None)
     assert str(found).startswith(f"   -  bodies that must hold: {accepts} starts a server with these 1")
     monkeypatch.setenv(*accepts.split("="))

@@ -1,0 +1,41 @@
+"""What `doctor` asks about the lab: can its commands run, and its CPU worker serve FastDeploy?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+from ..errors import OverlayError
+from ..extras import MODULES, Finding
+
+COMMANDS = {"": "replay and traffic", "embedded": "serve and router", "demo": "demo"}
+"""Of the lab, by the extra that they need."""
+
+
+def packages(args: argparse.Namespace) -> Iterator[Finding]:
+    """Only a package that all need is a failure: who replays a trace needs no server."""
+    for extra, commands in COMMANDS.items():
+        names = [name for name in MODULES[extra] if name != "tomli" or sys.version_info < (3, 11)]
+        lacking = [name for name in names if importlib.util.find_spec(name) is None]
+        todo = "pip install " + (f"'fastdeploy-kvcache-v1[{extra}]'" if extra else "fastdeploy-kvcache-v1")
+        detail = f"got no {', '.join(lacking)}, expected them: {todo}" if lacking else "all packages are installed"
+        yield Finding((None if extra else False) if lacking else True, commands, detail)
+
+
+def cpu_worker(args: argparse.Namespace) -> Iterator[Finding]:
+    """The places that only `serve --fastdeploy-cpu` patches. A GPU server does without: they decide for a tree."""
+    from ..fastdeploy_integration.checks import table_findings
+    from ..fastdeploy_integration.overlay import release
+    from ..fastdeploy_integration.overlay.overlay import Overlay
+    from .fastdeploy_cpu import activation
+
+    found: list[Finding] = []
+    try:
+        tree = release.installed_fastdeploy() if args.source is None else release.fastdeploy_at(args.source)
+        if tree is not None and not tree.has_own_manager:
+            found += table_findings("CPU worker table", Overlay(activation.table_for(tree.release), tree.root))
+    except OverlayError as error:
+        found.append(Finding(False, "CPU worker table", str(error)))
+    yield from found if args.source is not None else (each._replace(ok=None) for each in found)

@@ -1,0 +1,111 @@
+"""What `doctor` asks about this machine, its GPU and the ways to copy."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import resource
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import KVCacheError
+from ..extras import Finding, missing_libraries
+from ..units import GIB
+
+PADDLE_LIBRARIES = {"libgomp.so.1": "libgomp1"}
+"""Of the system, with Debian's names of their packages: no package of PyPI brings them."""
+
+
+def system_libraries(args: argparse.Namespace) -> Iterator[Finding]:
+    lost = missing_libraries(PADDLE_LIBRARIES)
+    yield Finding(not lost, "system libraries", f"Paddle loads {lost}" if lost else "those that Paddle loads")
+
+
+def copy_ops(args: argparse.Namespace) -> Iterator[Finding]:
+    from .ops.copies import cpu_paths
+
+    yield Finding(True, "copy ops", f"on a CPU by {cpu_paths()[0].name}")
+
+
+def memory(args: argparse.Namespace) -> Iterator[Finding]:
+    from .runtime.base import free_host_memory
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.2f} GiB"
+    # The NVIDIA driver pins without regard to the limit, hence information only.
+    yield Finding(None, "page-locked memory", f"limit {limit}, {free_host_memory() / GIB:.1f} GiB of host memory free")
+    online = Path("/sys/devices/system/node/online")
+    nodes = online.read_text(encoding="ascii").strip() if online.is_file() else "unknown"
+    yield Finding(None, "NUMA nodes", f"{nodes}; this process may run on {len(os.sched_getaffinity(0))} CPUs")
+
+
+def gpu(args: argparse.Namespace) -> Iterator[Finding]:
+    yield Finding(*_gpu())
+
+
+def _gpu() -> tuple[bool, str, str]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        todo = "install one, or run `fastdeploy-kvcache serve --fastdeploy-cpu`, which needs none"
+        return False, "GPU", f"got no NVIDIA driver ({error}), expected one: {todo}"
+    if (status := driver.cuInit(0)) != 0:
+        return False, "GPU", f"the driver answers with CUDA error {status}, expected 0: look at nvidia-smi"
+    count, name = ctypes.c_int(), ctypes.create_string_buffer(128)
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    if count.value < 1:
+        todo = "look at CUDA_VISIBLE_DEVICES, and at how the container was started"
+        return False, "GPU", f"got 0, expected at least 1: {todo}"
+    driver.cuDeviceGetName(name, len(name), 0)
+    return True, "GPU", f"{count.value} x {name.value.decode()}"
+
+
+def cupy(args: argparse.Namespace) -> Iterator[Finding]:
+    from .cuda.driver import cuda_of_driver, load_cupy
+
+    module, served = load_cupy(), cuda_of_driver()
+    needs = module.cuda.runtime.runtimeGetVersion() // 1000
+    if 0 < served < needs:
+        install = f"pip uninstall cupy-cuda{needs}x && pip install 'fastdeploy-kvcache-v1[gpu]'"
+        found = f"{module.__version__} is for CUDA {needs}, the driver serves CUDA {served}: {install}"
+        yield Finding(False, "CuPy", found)
+    else:
+        yield Finding(True, "CuPy", f"{module.__version__} for CUDA {needs}")
+
+
+def copy_paths(args: argparse.Namespace) -> Iterator[Finding]:
+    """Tries each way, as a worker does before it trusts one."""
+    name = "copy paths on the GPU"
+    try:
+        module = importlib.import_module("cupy")
+        num_gpus = module.cuda.runtime.getDeviceCount()
+    except Exception:  # no CuPy, no driver: both are findings of their own
+        yield Finding(None, name, "not tried without CuPy and a GPU")
+        return
+    if num_gpus < 1:
+        yield Finding(None, name, "no GPU here")
+        return
+    from .cuda import trial
+
+    rates = trial.rates_of(0, ())
+    yield Finding(bool(rates.timings), name, rates.describe())
+
+
+def paddle_operators(args: argparse.Namespace) -> Iterator[Finding]:
+    """Copies need them only where the user asks for them: so no failure."""
+    from .ops import paddle_ops
+
+    name = "Paddle's copy operators"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Paddle warns of a missing compiler cache
+            paddle_ops.load()
+    except (ImportError, KVCacheError) as error:
+        yield Finding(None, name, f"not there: {error}")
+        return
+    tensors = "a CPU and a GPU" if paddle_ops.copies_on_gpu() else "a CPU"
+    made_for = f"for Paddle {paddle_ops.installed_paddle()}, tensors on {tensors}"
+    yield Finding(None, name, f"FASTDEPLOY_KVCACHE_OPS=paddle uses them; {made_for}")
