@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from _support import median, save
 
-from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
 from fastdeploy_kvcache_v1.transfer.control_link import Self
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry
 from fastdeploy_kvcache_v1.transfer.plane import Source

@@ -23,7 +23,7 @@ import null_gpu
 import numpy as np
 from _support import median, percentile, save
 
-from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
 from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.contract.swap_message import SwapEncoder
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SWAP_ATTRIBUTE

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
-from ..attention.geometry import CacheGeometry
-from ..attention.registry import make_cache_backend, needed_numbers
+from ..attention.layouts import CacheGeometry, make_cache_backend, needed_numbers
 from ..errors import ConfigError
 
 BLOCK_WISE_FP8 = "block_wise_fp8"

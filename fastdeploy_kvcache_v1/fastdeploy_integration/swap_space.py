@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from ..attention.base import CacheLayout
-from ..attention.registry import needed_numbers
+from ..attention.layouts import needed_numbers
 from ..errors import ConfigError
 from ..units import GIB
 from ..worker.runtime.base import free_host_memory, require

@@ -19,7 +19,7 @@ def mutate(*arguments):
 
 
 def test_places_are_tried_and_the_killers_named(tmp_path):
-    done = mutate("attention/gqa.py", "--every", 3, "--matrix", tmp_path / "matrix")
+    done = mutate("attention/layouts.py", "--every", 12, "--matrix", tmp_path / "matrix")
     verdicts = [json.loads(line) for line in (tmp_path / "matrix").read_text(encoding="utf-8").splitlines()]
     killed = [verdict for verdict in verdicts if verdict["killers"]]
     assert done.returncode == 0, done.stderr
@@ -29,7 +29,7 @@ def test_places_are_tried_and_the_killers_named(tmp_path):
 
 
 def test_below_its_floor_it_fails():
-    done = mutate("attention/mla.py", "--floor", 101)
+    done = mutate("attention/layouts.py", "--every", 30, "--floor", 101)
     assert done.returncode == 1
     assert "FAILED" in done.stdout
 

@@ -154,7 +154,7 @@ def test_the_package_itself_loads_nothing():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("modules", ["cli", "worker.cache_controller, fastdeploy_kvcache_v1.attention.gqa"])
+@pytest.mark.parametrize("modules", ["cli", "worker.cache_controller, fastdeploy_kvcache_v1.attention.layouts"])
 def test_the_command_line_and_the_worker_half_load_no_paddle(modules):
     loaded = modules_after(f"import fastdeploy_kvcache_v1.{modules}")
     assert {name.split(".")[0] for name in loaded} & FORBIDDEN_IN_SCHEDULER == set()

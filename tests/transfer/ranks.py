@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
 from fastdeploy_kvcache_v1.transfer.control_link import Self
 from fastdeploy_kvcache_v1.transfer.fetch_desk import FetchDesk
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry

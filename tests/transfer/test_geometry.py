@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.attention.dsa import DSACacheBackend
-from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
-from fastdeploy_kvcache_v1.attention.mla import MLACacheBackend
+from fastdeploy_kvcache_v1.attention.layouts import DSACacheBackend, GQACacheBackend, MLACacheBackend
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry, pieces, require_compatible, source_ranks
 from fastdeploy_kvcache_v1.transfer.spans import Chunk, Span, Spans, spans_of

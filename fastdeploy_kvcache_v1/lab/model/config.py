@@ -9,8 +9,8 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from ...attention.base import AttentionCacheBackend
-from ...attention.geometry import CacheGeometry
-from ...attention.registry import make_cache_backend
+from ...attention.layouts import FAMILIES as LAYOUTS
+from ...attention.layouts import CacheGeometry, make_cache_backend, needed_numbers
 from ...errors import ConfigError, ModelError
 from .hf_json import converted, read_json
 
@@ -42,7 +42,7 @@ class ChecksumConfig(Struct, frozen=True, rename=NAMES):
     """The random model, see `checksum`: a cache of any layout, and no numbers but checksums of it."""
 
     family: str = "gqa"
-    """Name in `attention.registry`."""
+    """Name in `attention.layouts`."""
     num_layers: Size = 4
     num_kv_heads: Size = 4
     head_dim: Size = 16
@@ -59,7 +59,7 @@ class ChecksumConfig(Struct, frozen=True, rename=NAMES):
     @property
     def ranks_cache_alike(self) -> bool:
         """Whether every tensor-parallel rank's cache holds the same bytes, because it has no heads to split."""
-        return self.family != "gqa"
+        return "num_kv_heads" not in needed_numbers(self.family)
 
     def shard(self, size: int) -> ChecksumConfig:
         """What one of `size` tensor-parallel ranks caches: its share of the heads, if there are heads to split.
@@ -158,7 +158,7 @@ class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
     quantization_config: Any = None
 
     family: ClassVar[str] = "gqa"
-    """Name in `attention.registry`."""
+    """Name in `attention.layouts`."""
     num_draft_layers: ClassVar[int] = 0
     ranks_cache_alike: ClassVar[bool] = False
 
@@ -221,8 +221,8 @@ class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
 
 ModelConfig: TypeAlias = ChecksumConfig | LlamaConfig
 
-FAMILIES = ("gqa", "mla", "dsa")
-"""Of the random model."""
+FAMILIES = tuple(LAYOUTS)
+"""Of the random model, which has a cache of any layout."""
 
 
 def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool = False) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
 from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CacheSwapMetadata
 from fastdeploy_kvcache_v1.contract.swap_message import START, encode
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE

@@ -6,7 +6,7 @@ import numpy as np
 import paddle  # noqa: F401  # at its import it asks the system for its libraries, which no test may
 import pytest
 
-from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
 from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError

@@ -1,0 +1,141 @@
+"""The cache layout of each attention family. A new family is a class here and a line of `FAMILIES`.
+
+gqa   grouped-query attention, multi-head included: one key and one value tensor per layer
+mla   multi-head latent attention: one latent vector per token, shared by all heads
+dsa   sparse attention with an indexer: a quantized latent vector and a quantized indexer key per token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import Parameter, signature
+
+from ..errors import ConfigError
+from .base import AttentionCacheBackend, CacheLayout, RoleSpec
+
+GQA_DTYPES = ("float32", "float16", "bfloat16", "uint8")
+"""uint8 holds quantized caches: fp8, int8, or two int4 values in one byte (with half the head dimension)."""
+
+SCALE_BYTES = 4
+"""One float32 scale for every `QUANT_BLOCK` quantized values."""
+
+QUANT_BLOCK = 128
+ROPE_BYTES = 2
+"""The rotary part stays in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheGeometry:
+    """One rank's part of a model. A number that the model lacks is None; each attention family needs some of them."""
+
+    num_layers: int
+    """Those with a cache. Draft layers count when their blocks are swapped with the others."""
+    block_size: int
+    """Tokens of one block."""
+    dtype: str
+    """Of cached values; uint8 for quantized ones."""
+    scale_dtype: str | None = None
+    """Of quantization scales that are cached beside the values; None where none are."""
+    num_kv_heads: int | None = None
+    """Of this rank."""
+    head_dim: int | None = None
+    """Elements of `dtype` for each head and token: half of the model's where a byte holds two int4 values."""
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    index_head_dim: int | None = None
+
+
+class GQACacheBackend(AttentionCacheBackend):
+    """Key and value, each `[num_blocks, num_kv_heads, block_size, head_dim]` per layer.
+
+    With `scale_dtype` (block-wise fp8) also a scale per token and head for each: `[num_blocks, num_kv_heads,
+    block_size]`. Raises `ConfigError` for a dtype outside `GQA_DTYPES` or a size below 1.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        *,
+        scale_dtype: str | None = None,
+    ) -> None:
+        if dtype not in GQA_DTYPES:
+            raise ConfigError(f"unsupported cache dtype {dtype!r}: choose one of {', '.join(GQA_DTYPES)}")
+        shape = (num_kv_heads, block_size, head_dim)
+        roles = [RoleSpec("key", shape, dtype), RoleSpec("value", shape, dtype)]
+        if scale_dtype is not None:
+            roles += [RoleSpec(role, shape[:2], scale_dtype) for role in ("key_scale", "value_scale")]
+        super().__init__(CacheLayout(num_layers, tuple(roles)))
+
+
+class MLACacheBackend(AttentionCacheBackend):
+    """One tensor per layer, `[num_blocks, 1, block_size, kv_lora_rank + qk_rope_head_dim]`, in the role of the key.
+
+    The same on every tensor-parallel rank, because the latent vector is not split.
+    """
+
+    def __init__(self, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int, dtype: str) -> None:
+        shape = (1, block_size, kv_lora_rank + qk_rope_head_dim)
+        super().__init__(CacheLayout(num_layers, (RoleSpec("key", shape, dtype),)))
+
+
+class DSACacheBackend(AttentionCacheBackend):
+    """Bytes per token: `kv_lora_rank` fp8 values, their scales, and the rotary part; then the indexer's key and scales.
+
+    Raises `ConfigError` unless both quantized lengths are multiples of 128.
+    """
+
+    def __init__(
+        self, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, index_head_dim: int, block_size: int
+    ) -> None:
+        for name, size in (("kv_lora_rank", kv_lora_rank), ("index_head_dim", index_head_dim)):
+            if size < QUANT_BLOCK or size % QUANT_BLOCK:
+                raise ConfigError(f"{name} must be a multiple of {QUANT_BLOCK}, got {size}")
+        latent = kv_lora_rank + kv_lora_rank // QUANT_BLOCK * SCALE_BYTES + qk_rope_head_dim * ROPE_BYTES
+        index = index_head_dim + index_head_dim // QUANT_BLOCK * SCALE_BYTES
+        roles = (RoleSpec("key", (1, block_size, latent), "uint8"), RoleSpec("indexer", (block_size, index), "uint8"))
+        super().__init__(CacheLayout(num_layers, roles))
+
+
+FAMILIES: dict[str, Callable[..., AttentionCacheBackend]] = {
+    "gqa": GQACacheBackend,
+    "mla": MLACacheBackend,
+    "dsa": DSACacheBackend,
+}
+"""A constructor's parameters are fields of `CacheGeometry`; the family needs those that have no default."""
+
+OF_EVERY_FAMILY = ("num_layers", "block_size", "dtype")
+
+
+def make_cache_backend(family: str, geometry: CacheGeometry) -> AttentionCacheBackend:
+    """The backend of `family` for these numbers. Takes no memory.
+
+    Its `layout` says shapes, order and bytes: a host slot holds `layout.block_bytes`, and a swap moves that per block.
+    Raises `ConfigError` for a family that is unknown, numbers that it needs and the geometry lacks, and numbers that
+    its layout refuses.
+    """
+    needed = needed_numbers(family)
+    if missing := [name for name in needed if getattr(geometry, name) is None]:
+        raise ConfigError(
+            f"attention family {family} needs {', '.join(missing)}, which the model's configuration lacks"
+        )
+    return FAMILIES[family](**{name: getattr(geometry, name) for name in _parameters(family)})
+
+
+def needed_numbers(family: str) -> tuple[str, ...]:
+    """Fields of `CacheGeometry` that `family` needs beside those of every family, in its constructor's order.
+
+    Raises `ConfigError` for a family that is unknown.
+    """
+    required = (name for name, each in _parameters(family).items() if each.default is Parameter.empty)
+    return tuple(name for name in required if name not in OF_EVERY_FAMILY)
+
+
+def _parameters(family: str) -> dict[str, Parameter]:
+    if family not in FAMILIES:
+        raise ConfigError(f"unknown attention family {family!r}: choose one of {', '.join(FAMILIES)}")
+    return dict(signature(FAMILIES[family]).parameters)
