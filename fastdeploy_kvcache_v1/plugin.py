@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from .switch import is_enabled
+from .switch import is_enabled, say_refusals_alone
 
 FASTDEPLOY = "fastdeploy"
 
@@ -37,8 +37,6 @@ class _Trigger:
 
 
 def _start() -> None:
-    from .fastdeploy_integration.refusal import say_refusals_alone  # not in every process that Python starts
-
     say_refusals_alone()
     if is_enabled():
         from .fastdeploy_integration.overlay import overlay

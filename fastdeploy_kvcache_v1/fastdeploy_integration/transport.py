@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from typing import Any
 
 from ..contract.messages import SwapStep
@@ -22,6 +23,16 @@ ROWS_ATTRIBUTE = "_kvcache_v1_rows"
 
 RunningRow = tuple[int, int]
 """Row, and how many tokens of its sequence the engine has, the last of them without KV; 0 until it decodes."""
+
+
+class TaskKind(IntEnum):
+    """What the engine asks of a worker, one task at a time: names and values of FastDeploy's `RequestType`."""
+
+    PREFILL = 0
+    DECODE = 1
+    PREEMPTED = 2
+    EXTEND = 3
+    ABORT = 4
 
 
 class SwapOutbox:

@@ -18,7 +18,7 @@ import numpy as np
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.contract.messages import TransferReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import NO_NEWS, CopyNews
-from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
 
 from .memory import GARBAGE, UNWRITTEN, Prefix, Tags, WrongError

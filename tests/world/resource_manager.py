@@ -22,7 +22,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCa
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.followers import Followers
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import Transit
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
-from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind as Kind
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import TaskKind as Kind
 
 from .clients import Request
 from .memory import WrongError

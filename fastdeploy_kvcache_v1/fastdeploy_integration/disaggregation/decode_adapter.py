@@ -21,8 +21,7 @@ from ...errors import CacheStateError, InvariantError
 from ...transfer.rank_messages import TransferNews
 from ..engine.adapter import PrefixCacheAdapter
 from ..engine.record import Record
-from ..task_kind import TaskKind
-from ..transport import RunningRow
+from ..transport import RunningRow, TaskKind
 from .asked_again import AskedAgain
 from .granted_prefix import NO_STEP, GrantedPrefix, Match
 from .grants import Grant, Grants, Lost

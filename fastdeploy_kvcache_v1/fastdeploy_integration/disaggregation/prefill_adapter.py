@@ -17,8 +17,7 @@ from typing import Any
 from ...contract.messages import DeviceSlot, MatchResult
 from ..engine.adapter import PrefixCacheAdapter
 from ..engine.hit_rates import match_metrics
-from ..task_kind import TaskKind
-from ..transport import RunningRow
+from ..transport import RunningRow, TaskKind
 
 
 class PrefillAdapter(PrefixCacheAdapter):

@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ...errors import CacheStateError
+from ...errors import CacheStateError, ConfigError, ModelError
+from ...storage.model_digest import model_digest
 from ...telemetry.metric_table import Source
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from ...transfer.role_info import RankInfo, RoleInfo
@@ -28,7 +30,6 @@ from .decode_adapter import DecodeAdapter
 from .grants import Grants
 from .leases import Leases
 from .pausing import PREFILL_PAUSED, Gate
-from .place import place_of
 from .prefill_adapter import PrefillAdapter
 from .rank_channel import EngineEnd, RankNews
 
@@ -45,6 +46,18 @@ INFO_FILE = "kvcache_role.json"
 
 FETCH_S = 600.0
 """A fetch may take so long as a whole; one without news ends much sooner, by the worker's own limit."""
+
+
+def place_of(config: Any) -> settings.RankPlace:
+    """Of an `FDConfig`. Reads all weights: blocks of another fine-tuning have the same shape. Raises `ConfigError`."""
+    ports = config.cache_config.local_rdma_comm_ports or ()
+    try:
+        model = model_digest(Path(config.model_config.model))
+    except ModelError as error:
+        raise ConfigError(f"prefill and decode servers compare their models: {error}") from None
+    return settings.RankPlace(
+        config.host_ip, tuple(int(port) for port in ports), f"{model} {config.model_config.quantization!r}"
+    )
 
 
 class NoFollowers:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...contract.timings import PrefillTime
 from ...worker.runtime import Event, Stream
-from ..task_kind import TaskKind
+from ..transport import TaskKind
 
 Chunks = list[tuple[int, int]]
 

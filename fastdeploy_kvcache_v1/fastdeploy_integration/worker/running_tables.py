@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...worker.slot_set import NO_SLOTS, SlotSet, slot_set
-from ..task_kind import TaskKind
-from ..transport import RunningRow
+from ..transport import RunningRow, TaskKind
 
 Numbers = npt.NDArray[np.int64]
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ...fastdeploy_integration.overlay import overlay
 from ...fastdeploy_integration.overlay.table import Where
-from ...fastdeploy_integration.refusal import say_refusals_alone
-from ...switch import is_enabled
+from ...switch import is_enabled, say_refusals_alone
 from ..child_processes import die_with_parent_thread
 from . import activation
 from .rank_processes import run_ranks

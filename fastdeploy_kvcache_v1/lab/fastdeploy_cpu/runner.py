@@ -16,7 +16,7 @@ from ...contract.copy_totals import RankCopies
 from ...contract.messages import TransferReport
 from ...contract.timings import PrefillTime
 from ...errors import ConfigError, ModelError
-from ...fastdeploy_integration.disaggregation.rank_role import RankRole, RankShape
+from ...fastdeploy_integration.disaggregation.ranks import RankRole, RankShape
 from ...fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
 from ...fastdeploy_integration.transport import SwapInbox
 from ...fastdeploy_integration.worker.pass_tracker import PassTracker

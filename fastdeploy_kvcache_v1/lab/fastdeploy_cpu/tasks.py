@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...fastdeploy_integration.task_kind import TaskKind
+from ...fastdeploy_integration.transport import TaskKind
 from ..model.sampler import SamplingParams
 from .batch_rows import BatchRows, FinishRules, RunningSequence
 

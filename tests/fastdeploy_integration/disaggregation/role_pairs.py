@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_rank import PrefillRank
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.ranks import DecodeRank, PrefillRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.settings import RankPlace, TransferChoice
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import KEY
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd

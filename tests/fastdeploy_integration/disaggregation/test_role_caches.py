@@ -7,12 +7,11 @@ import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, place, ranks, role_caches, settings
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, ranks, role_caches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_rank import PrefillRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.ranks import DecodeRank, PrefillRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
@@ -235,8 +234,8 @@ def test_copies_that_wait_ride_on_a_batch_with_an_empty_table(engine):
 
 @pytest.mark.parametrize(("ports", "expected"), [(["5", 6], (5, 6)), (None, ())])
 def test_the_place_of_a_server_names_its_weights(monkeypatch, ports, expected):
-    monkeypatch.setattr(place, "model_digest", lambda path: f"digest of {path}")
-    made = place.place_of(fd_config(model="/m", quantization="wint4", local_rdma_comm_ports=ports))
+    monkeypatch.setattr(role_caches, "model_digest", lambda path: f"digest of {path}")
+    made = role_caches.place_of(fd_config(model="/m", quantization="wint4", local_rdma_comm_ports=ports))
     assert made == settings.RankPlace("10.0.0.1", expected, "digest of /m 'wint4'")
 
 

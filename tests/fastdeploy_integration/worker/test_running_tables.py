@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.running_tables import RunningTables
 from tests.fastdeploy_integration.worker.draft_rows import DraftRow
 
