@@ -48,7 +48,7 @@ def main() -> None:
         else:
             print(f"{variable} is not set: FastDeploy {release} is left out", file=sys.stderr)
     if not results:
-        sys.exit("error: no FastDeploy tree: set FASTDEPLOY_25 or FASTDEPLOY_26")
+        sys.exit("error: no FastDeploy tree: set one of these variables to a checkout")
     save("overlay_scheduler", {"prompt_blocks": PROMPT_BLOCKS, "requests": REQUESTS, "releases": results})
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import asdict
 
 from fastdeploy_kvcache_v1 import cli, doctor, extras, plugin
 from fastdeploy_kvcache_v1.errors import ConfigError
@@ -87,10 +88,12 @@ def test_a_setting_that_names_of_stored_blocks_leave_out_is_one_of_the_release(m
         assert (f"{setting}," in line or f"{setting}:" in line) == is_lost, setting
 
 
-@pytest.mark.parametrize(("version", "answer"), [("2.5.0", "no"), ("2.6.0", "yes")])
-def test_the_capabilities_of_the_release_are_shown(make_tree, capsys, version, answer):
-    cli.main(["doctor", "--source", str(make_tree(version))])
-    assert f"   -  capability flash_block_wise_fp8: {answer}\n" in capsys.readouterr().out
+@pytest.mark.parametrize("release_name", known_releases())
+def test_the_capabilities_of_the_release_are_shown(make_tree, capsys, release_name):
+    cli.main(["doctor", "--source", str(make_tree(release_name))])
+    report = capsys.readouterr().out
+    for name, has_it in asdict(table_for(release_name).capabilities).items():
+        assert f"   -  capability {name}: {'yes' if has_it else 'no'}\n" in report
 
 
 OWN_MANAGER = {"cache_manager/v1/__init__.py": ""}

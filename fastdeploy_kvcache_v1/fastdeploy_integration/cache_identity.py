@@ -1,7 +1,7 @@
 """Who shares blocks with a request, and what it may do with the cache: fields of FastDeploy's API and `Request`.
 
 They travel with it: from the body, through the dictionary that the API server sends, to the engine's `Request`.
-FastDeploy 2.5 and 2.6 have no LoRA adapters, so no name of one decides what a block holds.
+The supported releases have no LoRA adapters, so no name of one decides what a block holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FastDeploy's ResourceManagerV1 by the rules of its releases 2.5 and 2.6, over the real adapter and the real patches.
+"""FastDeploy's ResourceManagerV1 by the rules of its supported releases, over the real adapter and the real patches.
 
 What it does is the host's: it inserts blocks in the tree when it schedules, frees a match that it does not schedule,
 preempts the last one, and counts seats as its release does.

@@ -15,7 +15,7 @@ PACKAGE = "fastdeploy"
 DISTRIBUTIONS = ("fastdeploy-gpu", "fastdeploy", "fastdeploy-cpu")
 OWN_MANAGER = (
     "this FastDeploy has a v1 KV-cache manager of its own, so fastdeploy-kvcache-v1 does nothing here: its flags, "
-    "stores, roles, request fields (cache_salt) and metrics are lost. Who needs them installs FastDeploy 2.5 or 2.6"
+    "stores, roles, request fields (cache_salt) and metrics are lost. For these, install a release that it supports"
 )
 OVERRIDE = "FASTDEPLOY_KVCACHE_HOST_VERSION"
 """Environment variable that names FastDeploy's version where FastDeploy does not."""

@@ -1,6 +1,6 @@
 """Prompts of latent attention (MLA) behind a cached prefix, or in chunks, in releases whose prefill forgets the prefix.
 
-FastDeploy 2.5 and 2.6 compute a prompt with the keys of the pass alone: `MLAAttentionBackend` writes the new latent
+The supported releases compute a prompt with the keys of the pass alone: `MLAAttentionBackend` writes the new latent
 vectors to the cache and calls a flash function with what it has just computed. What the prompt has in the cache, from a
 prefix or from its earlier chunks, is left out, and the tokens are wrong (docs/fastdeploy.md, Attention backends).
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from ...config import DEFAULT_PORT
 from ...errors import ConfigError
+from ...fastdeploy_integration.overlay.table import known_releases
 from ...switch import SWITCH, is_enabled
+from .activation import TABLE_NAME
 
 START_TIMEOUT_S = 300.0
 
@@ -52,8 +54,9 @@ def parse(words: Sequence[str]) -> Settings:
     """Raises `ConfigError` for what cannot work, before anything is started."""
     if importlib.util.find_spec("fastdeploy") is None:
         raise ConfigError(
-            "--fastdeploy-cpu runs FastDeploy's server, and FastDeploy is not installed here: install release 2.5 or "
-            "2.6, or name its checkout in PYTHONPATH, and beside it pip install 'fastdeploy-kvcache-v1[embedded]'"
+            "--fastdeploy-cpu runs FastDeploy's server, and FastDeploy is not installed here: install release "
+            f"{' or '.join(known_releases(TABLE_NAME))}, or name its checkout in PYTHONPATH, and beside it pip install "
+            "'fastdeploy-kvcache-v1[embedded]'"
         )
     parser = argparse.ArgumentParser(prog="fastdeploy-kvcache serve --fastdeploy-cpu", allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
