@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import __version__
-from .errors import KVCacheError
+from .errors import ConfigError, KVCacheError
 from .extras import needed_by
 
 PROGRAM = "fastdeploy-kvcache"
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Command, words: Sequence[str]) -> int:
+    if command.module.startswith(".lab.") and importlib.util.find_spec(".lab", __package__) is None:
+        raise ConfigError(f"{command.name} is a command of the lab, which this installation lacks: install all of it")
     module = importlib.import_module(command.module, __package__)
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command.name}", description=command.help, allow_abbrev=False)
     module.add_arguments(parser)

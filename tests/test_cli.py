@@ -64,6 +64,20 @@ def test_fastdeploy_over_the_cpu_worker_gets_every_flag_that_was_given_and_its_o
     assert commands == [[sys.executable, "-m", command.CPU_SERVER, *given]]
 
 
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_without_the_lab_its_commands_are_one_line_and_the_others_work(monkeypatch, capsys, command):
+    find_spec = cli.importlib.util.find_spec
+    without_lab = lambda name, package=None: None if "lab" in name else find_spec(name, package)  # noqa: E731
+    monkeypatch.setattr(cli.importlib.util, "find_spec", without_lab)
+    if not command.module.startswith(".lab."):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([command.name, "--help"])
+        return
+    assert cli.main([command.name, "--help"]) == 2
+    line = f"{command.name} is a command of the lab, which this installation lacks: install all of it\n"
+    assert capsys.readouterr().err == f"fastdeploy-kvcache: error: {line}"
+
+
 @pytest.mark.parametrize("missing", ["fastdeploy_kvcache_v1.lab.replay.nothing", "uvicorn.nothing", "nothing"])
 def test_an_import_that_is_a_bug_of_ours_keeps_its_traceback(monkeypatch, missing):
     monkeypatch.setattr("fastdeploy_kvcache_v1.lab.replay.run", lambda args: importlib.import_module(missing))
