@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
-from ..attention.layouts import CacheGeometry, make_cache_backend, needed_numbers
+from ..attention.layouts import FAMILIES, CacheGeometry, make_cache_backend, needed_numbers
 from ..errors import ConfigError
 
 BLOCK_WISE_FP8 = "block_wise_fp8"
@@ -15,9 +15,6 @@ INT4 = "int4_zp"
 
 MLA, DSA, PLAS, NATIVE = "MLA_ATTN", "DSA_ATTN", "PLAS_ATTN", "NATIVE_ATTN"
 """Attention backends, as FD_ATTENTION_BACKEND names them."""
-
-_FAMILIES = {MLA: "mla", "MLAAttentionBackend": "mla", DSA: "dsa", "DSAAttentionBackend": "dsa"}
-"""Attention families, by the names of attention backends and of their classes."""
 
 _IN_BACKENDS = {"num_kv_heads": "kv_num_heads"}
 """Fields of `CacheGeometry` that have another name in FastDeploy's backend objects."""
@@ -66,8 +63,10 @@ def cache_backend(backend: Any, num_layers: int, *, dtype: str, quant_type: str 
 
 
 def family_of(attention_backend: str) -> str:
-    """Of an attention backend of FastDeploy, by its name or that of its class. Most keep a key and a value per head."""
-    return _FAMILIES.get(attention_backend, "gqa")
+    """Of an attention backend of FastDeploy, whose name and class begin with that of its family, as in `MLA_ATTN` and
+    `MLAAttentionBackend`. All others keep a key and a value per head.
+    """
+    return next((family for family in FAMILIES if attention_backend.lower().startswith(family)), "gqa")
 
 
 def make_backend(
