@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases, table_for
 from fastdeploy_kvcache_v1.fastdeploy_integration.refusals import FOREIGN, OF_ROLES, REFUSALS
@@ -27,20 +26,33 @@ def releases() -> Iterator[str]:
         yield f"| {release} | {file} | {table.commit} | {len(table.rows)} | {has_one} |"
 
 
+class Placeholder:
+    """Stands for the facts in the text of a row: a fact is written as `WORDS` say, else as its name in capitals."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Placeholder:
+        return Placeholder(name)
+
+    def __format__(self, spec: str) -> str:
+        return WORDS.get(self._name, self._name.upper())
+
+
+WORDS = {
+    "platform": f"{', '.join(FOREIGN[:-1])} or {FOREIGN[-1]}",
+    "graph_level": "above 0",
+    "name": "other than local",
+    "release": " and ".join(each for each in known_releases() if not table_for(each).capabilities.flash_block_wise_fp8),
+}
+
+
 def refusals() -> Iterator[str]:
     yield "| refused | why | what to do |"
     yield "|---|---|---|"
-    without = [each for each in known_releases() if not table_for(each).capabilities.flash_block_wise_fp8]
-    values = SimpleNamespace(
-        store="STORE",
-        platform=f"{', '.join(FOREIGN[:-1])} or {FOREIGN[-1]}",
-        graph_level="above 0",
-        fastdeploy=SimpleNamespace(release=" and ".join(without)),
-        config=SimpleNamespace(scheduler_config=SimpleNamespace(name="other than local")),
-    )
     roles = [row._replace(setting=f"prefill and decode roles {row.setting}") for row in OF_ROLES]
     for row in [*REFUSALS, *roles]:
-        yield f"| {row.setting.format(values)} | {row.reason} | {row.instead} |"
+        yield f"| {row.setting.format(Placeholder())} | {row.reason} | {row.instead} |"
 
 
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
