@@ -26,7 +26,7 @@ INT8, FP8 = ({"quantization": {"kv_cache_quant_type": each}} for each in ("int8"
 MTP, NGRAM = ({"method": each} for each in ("mtp", "ngram"))
 MLA, DSA, FLASH, PLAS, NATIVE = ({"attention": f"{each}_ATTN"} for each in ("MLA", "DSA", "FLASH", "PLAS", "NATIVE"))
 NO_FP8 = {"fastdeploy": replace(NEWEST, capabilities=Capabilities())}
-SWAP, HOST, UNCACHED = {"sized_by_swap_space": True}, {"num_cpu_blocks": 9}, {"enable_prefix_caching": False}
+SWAP, HOST, UNCACHED = {"sized_by_swap_space": True}, {"num_cpu_blocks": 1}, {"enable_prefix_caching": False}
 GRAPHS, ROUTING, CHUNKS = {"graph_opt_level": 1}, {"enable_routing_replay": True}, {"whole_prompts": False}
 PREFILL, DECODE = ({"splitwise_role": each} for each in ("prefill", "decode"))
 
@@ -77,6 +77,7 @@ SERVED = [
     INT8 | MLA,
     HOST | NGRAM | MLA | CHUNKS,
     {"graph_opt_config": None} | MLA,
+    {"routing_replay_config": None} | SWAP,
     NGRAM | SWAP | UNCACHED | DSA,
     *({"fastdeploy": table_for(release)} for release in known_releases()),
     {"data_parallel_size": 2, "method": "mtp", "dynamic_load_weight": True, "router": None, "environment": {}},
