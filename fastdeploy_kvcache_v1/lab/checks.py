@@ -38,4 +38,4 @@ def cpu_worker(args: argparse.Namespace) -> Iterator[Finding]:
             found += table_findings("CPU worker table", Overlay(activation.table_for(tree.release), tree.root))
     except OverlayError as error:
         found.append(Finding(False, "CPU worker table", str(error)))
-    yield from found if args.source is not None else (each._replace(ok=None) for each in found)
+    yield from found if args.source is not None else (each if each.ok else each._replace(ok=None) for each in found)
