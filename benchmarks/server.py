@@ -17,7 +17,7 @@ from _support import MODEL, median, percentile, random_tokens, save
 
 from fastdeploy_kvcache_v1.lab.server.client import Answer, complete
 from fastdeploy_kvcache_v1.lab.server.process import running_server
-from fastdeploy_kvcache_v1.telemetry.metric_table import PREFIX
+from fastdeploy_kvcache_v1.telemetry.metrics import PREFIX
 
 PROMPT_TOKENS = 2_000
 NUM_PROMPTS = 6

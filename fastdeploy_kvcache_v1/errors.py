@@ -110,7 +110,7 @@ class PeerRefusedError(KVCacheError):
 class MessageVersionError(KVCacheError):
     """A message between engine and worker has a version that this process cannot read."""
 
-    def __init__(self, what: str, *, found: object, expected: int) -> None:
+    def __init__(self, what: str, *, found: object, expected: object) -> None:
         super().__init__(
             f"a {what} has version {found!r}, this process reads version {expected}: engine and worker run different "
             "versions of fastdeploy-kvcache-v1; install one version for both and restart the server"

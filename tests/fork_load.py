@@ -24,6 +24,7 @@ from fastdeploy_kvcache_v1.contract.messages import EVICT, TransferReport, Trans
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.metrics import CacheMetricsPublisher  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter  # noqa: E402
@@ -50,9 +51,9 @@ def repeat(work):
 def start_load() -> Overlay:
     """Threads for ever."""
     names = [name for name in CacheStats.__dataclass_fields__ if name != "counters"]
-    manager = SimpleNamespace(stats=lambda: CacheStats(Counters(), **dict.fromkeys(names, 1)))
+    manager = SimpleNamespace(stats=lambda: CacheStats(counters=Counters(), **dict.fromkeys(names, 1)))
     overlay = Overlay(table_for("2.6"), Path(DIRECTORY))
-    publisher = CacheMetricsPublisher(SimpleNamespace(manager=manager), overlay)
+    publisher = CacheMetricsPublisher(SimpleNamespace(manager=manager, uncached=Uncached()), overlay)
     publisher.reports = CopyReports(socket_path(1))
     reporter = CopyReporter(socket_path(1), 0)
     receiver = TokenReceiver(Path(DIRECTORY, "tokens"))

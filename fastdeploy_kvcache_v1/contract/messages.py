@@ -1,18 +1,18 @@
 """Types and messages shared by the scheduler half and the worker half.
 
-Everything here is immutable, picklable and free of paddle, cupy and fastdeploy. The worker never sees the prefix
-tree: it receives `SwapStep`s and answers with `TransferResult`s.
+Everything here is picklable and free of paddle, cupy and fastdeploy. The worker never sees the prefix tree: it
+receives `SwapStep`s and answers with `TransferReport`s.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 from ..errors import UnsupportedCopyError
-from .timings import PrefillTime
+from ..telemetry.metrics import counter, gauge, part, source
 
 __all__ = [
     "COPY_ORDER",
@@ -21,6 +21,7 @@ __all__ = [
     "NO_SWAP_IN",
     "SWAP_IN",
     "Allocation",
+    "BatchRequest",
     "BlockHash",
     "BlockHashes",
     "CacheAccess",
@@ -29,6 +30,7 @@ __all__ = [
     "CacheSwapMetadata",
     "CopyKind",
     "CopyPath",
+    "CopyTotals",
     "DeviceSlot",
     "HostSlot",
     "LoadSlots",
@@ -36,10 +38,13 @@ __all__ = [
     "MatchedSpan",
     "NoSpace",
     "PassProgress",
+    "PrefillTime",
+    "RankCopies",
     "StoreSource",
     "SwapStep",
     "TransferReport",
     "TransferResult",
+    "positions",
 ]
 
 BlockHash = NewType("BlockHash", bytes)
@@ -261,10 +266,27 @@ class SwapStep:
 
 def _rank(transfer: CacheSwapMetadata) -> int:
     # By identity: hashing members of an enum costs more than the rest of a step's bookkeeping.
-    for rank, (source, target) in enumerate(COPY_ORDER):
-        if transfer.source is source and transfer.target is target:
+    for rank, (origin, target) in enumerate(COPY_ORDER):
+        if transfer.source is origin and transfer.target is target:
             return rank
     raise UnsupportedCopyError(transfer.source.value, transfer.target.value)
+
+
+@dataclass
+class BatchRequest:
+    """Run `swap_steps`, one after another, do what `transfers` say, then compute `requests`. Not thread-safe.
+
+    Swap steps stay separate, in step order: merging the copies of two steps would let a later step's eviction read a
+    slot before the earlier step's swap-in filled it.
+    """
+
+    requests: list[Any] = field(default_factory=list)
+    swap_steps: list[SwapStep] = field(default_factory=list)
+    transfers: list[Any] = field(default_factory=list)
+    """For the transfer desks of the rank: see `transfer/rank_messages.py`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.swap_steps or self.transfers)
 
 
 @dataclass(frozen=True)
@@ -297,6 +319,28 @@ class PassProgress(NamedTuple):
     """Nothing ran at time `at`, and nothing will before the rank takes a later step."""
 
 
+def positions(start: int, end: int) -> float:
+    """What attention costs more behind a longer context: tokens `[start, end)` times the tokens before them."""
+    return (end * end - start * start) / 2
+
+
+class PrefillTime(NamedTuple):
+    """A forward pass that computed prompts, as the worker measures it and `PrefillCosts` learns from it."""
+
+    num_tokens: int
+    """Of prompts. What decodes in the same pass is not counted, though it takes some of the time."""
+    num_positions: float
+    """See `positions`, summed over the prompts."""
+    seconds: float
+    """In which it did not stand still for copies."""
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[int, int]], seconds: float) -> PrefillTime:
+        """A pass that computed tokens `[start, end)` of each prompt."""
+        chunks = list(chunks)
+        return cls(sum(end - start for start, end in chunks), sum(positions(*chunk) for chunk in chunks), seconds)
+
+
 class CopyPath(NamedTuple):
     """A way in which a worker can copy blocks in one direction."""
 
@@ -306,6 +350,48 @@ class CopyPath(NamedTuple):
     """`c` or `numpy` on a CPU; on a GPU `kernel`, `batch` or `runs`."""
     left: str = ""
     """Why it is not used; empty for one that is used where it is the cheapest."""
+
+    @property
+    def is_used(self) -> bool:
+        return not self.left
+
+
+@dataclass
+class CopyTotals:
+    """One direction of copies."""
+
+    blocks: int = counter("Blocks that a worker rank copied")
+    bytes: int = counter("Bytes that a worker rank copied")
+    seconds: float = counter("Time that a worker rank's copies took")
+    failures: int = counter("Copies of a worker rank that failed", "transfer_failures")
+
+
+@source("worker rank", "rank")
+@dataclass
+class RankCopies:
+    """Everything that a worker rank counts, since its start. The worker writes, and its reports carry all of it: a new
+    number is a field here, and both servers show it. One thread writes; any thread may read single fields.
+    """
+
+    swap_in: CopyTotals = part(CopyTotals, "swap_", direction="in")
+    swap_out: CopyTotals = part(CopyTotals, "swap_", direction="out")
+    exposed_wait_s: float = counter("Time that compute waited for copies", "exposed_wait_seconds")
+    paths: tuple[CopyPath, ...] = gauge(
+        "1 for a way in which blocks are copied, 0 for one that was left, and why",
+        "copy_path",
+        each=("direction", "path", "reason"),
+        default=(),
+    )
+
+    def add(self, result: TransferResult) -> None:
+        """A copy has ended."""
+        totals = self.swap_in if result.target is CacheLevel.DEVICE else self.swap_out
+        totals.seconds += result.seconds
+        if result.ok:
+            totals.blocks += result.num_blocks
+            totals.bytes += result.num_bytes
+        else:
+            totals.failures += 1
 
 
 @dataclass(frozen=True)
@@ -323,6 +409,8 @@ class TransferReport:
     """None without news, and from workers that are asked for none."""
     prefills: tuple[PrefillTime, ...] = ()
     """Passes of FastDeploy's workers that ended since the last report; the embedded engine has a clock of its own."""
+    copies: RankCopies | None = None
+    """Totals, which the worker goes on counting in."""
 
 
 class CacheEvent(NamedTuple):

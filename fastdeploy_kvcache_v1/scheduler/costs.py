@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..contract.timings import PrefillTime, positions
+from ..contract.messages import PrefillTime, positions
 
 KEPT_SHARE = 0.8
 """Of what was measured before, at each measurement."""

@@ -23,8 +23,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..contract.messages import BlockHash
 from ..errors import ConfigError
+from .metrics import counter, source
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +66,13 @@ class _Ended:
 
     ticket: Ticket
     ended_s: float
-    hashes: Sequence[BlockHash] | None = None
+    hashes: Sequence[bytes] | None = None
     input_length: int = 0
     output_length: int = 0
     session: str | None = None
 
 
+@source("trace recorder")
 class TraceRecorder:
     """Thread-safe. No method but the constructor raises, blocks, or does more than copy a list: a thread writes.
 
@@ -79,6 +80,9 @@ class TraceRecorder:
     have ended; when that is too much, the oldest is not waited for. The first write that fails, on a full disk for
     example, ends the recording with one line in the log; the file then ends with its last whole line.
     """
+
+    num_lines: int = counter("Requests that the recorded trace has", "trace_lines")
+    num_lost: int = counter("Requests that the recorded trace lacks: the disk was full or too slow", "trace_lost_lines")
 
     def __init__(self, path: Path, block_size: int, *, log: logging.Logger = logger) -> None:
         """Makes `path`, readable by its owner only; where it exists, `path.1` and so on. Raises `ConfigError`."""
@@ -95,10 +99,7 @@ class TraceRecorder:
         self._is_open = True
         self._thread: threading.Thread | None = None
         """Started when it has something to do: a server may fork before it serves."""
-        self.num_lines = 0
-        """Requests that the file has."""
-        self.num_lost = 0
-        """Requests that it lacks: the disk was full or too slow."""
+        self.num_lines = self.num_lost = 0
         # The thread's own:
         self._kept: list[tuple[int, _Ended]] = []
         """Heap by number."""
@@ -116,7 +117,7 @@ class TraceRecorder:
     def ended(
         self,
         ticket: Ticket,
-        hashes: Sequence[BlockHash],
+        hashes: Sequence[bytes],
         input_length: int,
         output_length: int,
         session: str | None = None,
@@ -189,7 +190,7 @@ class TraceRecorder:
             heapq.heappop(self._kept)
             self._next_number = max(self._next_number, number + 1)
 
-    def _line(self, item: _Ended, hashes: Sequence[BlockHash]) -> bytes:
+    def _line(self, item: _Ended, hashes: Sequence[bytes]) -> bytes:
         num_full = item.input_length // self._block_size
         names = list(self._names(hashes))
         prompt = names[:num_full]
@@ -206,7 +207,7 @@ class TraceRecorder:
         }
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
-    def _names(self, hashes: Sequence[BlockHash]) -> Iterator[int]:
+    def _names(self, hashes: Sequence[bytes]) -> Iterator[int]:
         for index, block in enumerate(hashes, start=1):
             yield int.from_bytes(blake2b(block, digest_size=NAME_BYTES, key=self._key).digest(), "big")
             if index % NAMED_AT_ONCE == 0:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import enum
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import CacheStateError, InvariantError
+from ..telemetry.metrics import counter, gauge_of, part, source
 from .fetch import FetchResult
 from .offer_desk import LeaseEnd
 
@@ -46,22 +49,50 @@ class FetchEnd(NamedTuple):
     """Why it did not arrive."""
 
 
+_by_outcome = partial(
+    counter, "Leases (prefill) and fetches (decode) by how they ended", "transfers_ended", by="outcome"
+)
+
+
 @dataclass
 class TransferTotals:
     """Of fetches or leases since the start. One thread writes; any thread may read single fields."""
 
-    started: int = 0
-    arrived: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    overdue: int = 0
-    num_bytes: int = 0
-    """That arrived, on all ranks."""
-    seconds: float = 0.0
-    """From the start of fetches that arrived to their end, on the slowest rank each."""
+    started: int = counter("Leases (prefill) or fetches (decode) that were begun", "transfers_started")
+    arrived: int = _by_outcome()
+    failed: int = _by_outcome()
+    cancelled: int = _by_outcome()
+    overdue: int = _by_outcome()
+    num_bytes: int = counter("Bytes of blocks that arrived (decode)", "transfer_bytes")
+    """On all ranks."""
+    seconds: float = counter(
+        "Time of fetches that arrived, from their begin to their end (decode); it overlaps with the prefill",
+        "transfer_seconds",
+    )
+    """On the slowest rank each."""
 
     def count(self, outcome: FetchOutcome) -> None:
         setattr(self, outcome.value, getattr(self, outcome.value) + 1)
+
+
+@source("prefill or decode role", "side")
+class Ledger(ABC):
+    """What both ledgers show."""
+
+    totals: TransferTotals = part(TransferTotals)
+
+    def __init__(self) -> None:
+        self.totals = TransferTotals()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Leases or fetches that are not over."""
+
+    @property
+    @gauge_of("Open leases (prefill) or fetches (decode)", "transfer_open")
+    def num_open(self) -> int:
+        """Any thread may read it."""
+        return len(self)
 
 
 @dataclass(eq=False)
@@ -75,24 +106,18 @@ class _Fetch:
     seconds: float = 0.0
 
 
-class FetchLedger:
+class FetchLedger(Ledger):
     """The decode side. `clock` is `time.monotonic` outside of tests."""
 
     def __init__(self, *, num_ranks: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self._num_ranks = num_ranks
         self._clock = clock
         self._fetches: dict[str, _Fetch] = {}
         self._to_cancel: dict[str, str] = {}
-        self.totals = TransferTotals()
 
     def __len__(self) -> int:
-        """Fetches that are not over."""
         return len(self._fetches)
-
-    @property
-    def num_open(self) -> int:
-        """The same. Any thread may read it."""
-        return len(self)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._fetches
@@ -200,22 +225,16 @@ class _Lease:
     outcome: FetchOutcome = FetchOutcome.ARRIVED
 
 
-class LeaseLedger:
+class LeaseLedger(Ledger):
     """The prefill side: blocks stay with their request until every rank's lease has ended."""
 
     def __init__(self, *, num_ranks: int = 1) -> None:
+        super().__init__()
         self._num_ranks = num_ranks
         self._leases: dict[str, _Lease] = {}
-        self.totals = TransferTotals()
 
     def __len__(self) -> int:
-        """Open leases."""
         return len(self._leases)
-
-    @property
-    def num_open(self) -> int:
-        """The same. Any thread may read it."""
-        return len(self)
 
     def __contains__(self, lease: str) -> bool:
         return lease in self._leases

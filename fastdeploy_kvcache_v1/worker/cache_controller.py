@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
+from ..contract.messages import RankCopies
 from ..errors import CacheStateError, ConfigError, InvariantError
 from . import ops
 from .host_pool import HostPool
@@ -40,8 +41,9 @@ class CacheController:
         device: int = 0,
         host_trailer_bytes: int = 0,
         host_is_shared: bool = False,
+        copies: RankCopies | None = None,
     ) -> None:
-        """`host_trailer_bytes`, `host_is_shared`: see `HostPool`."""
+        """`host_trailer_bytes`, `host_is_shared`: see `HostPool`. `copies`: what an earlier controller has counted."""
         if layer_timeout_s <= 0:
             raise ConfigError(f"layer_timeout_s must be positive, got {layer_timeout_s}")
         self._backend = backend
@@ -50,6 +52,8 @@ class CacheController:
         self._rank, self._device = rank, device
         self._host_trailer_bytes = host_trailer_bytes
         self._host_is_shared = host_is_shared
+        self.copies = RankCopies() if copies is None else copies
+        """What this rank has counted."""
         self._open: _Caches | None = None
         self._kept: HostPool | None = None
         """Host memory without caches, for the next ones; what is in it means nothing."""
@@ -82,7 +86,8 @@ class CacheController:
         self._require_none()
         layers = self._device_rows(list(caches.values()), num_device_blocks)
         host = self._host_pool_of(num_host_blocks)
-        transfers = CacheTransferManager(layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s)
+        timeout_s = self._layer_timeout_s
+        transfers = CacheTransferManager(layers, host, self._runtime, self.copies, layer_timeout_s=timeout_s)
         self._open, self._kept = _Caches(dict(caches), host, transfers), None
         return list(caches.values())
 

@@ -8,7 +8,16 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
-from ..contract.messages import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep, TransferReport, TransferResult
+from ..contract.messages import (
+    EVICT,
+    SWAP_IN,
+    CacheLevel,
+    CacheSwapMetadata,
+    RankCopies,
+    SwapStep,
+    TransferReport,
+    TransferResult,
+)
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, UnsupportedCopyError
 from . import ops
 from .hazards import Actor, Dependency, Hazard, HazardTable
@@ -36,10 +45,12 @@ class CacheTransferManager:
         device_layers: Sequence[LayerRows],
         host: HostPool,
         runtime: Runtime,
+        counted: RankCopies,
         *,
         layer_timeout_s: float,
     ) -> None:
         self._runtime = runtime
+        self._counted = counted
         self._block_bytes = host.layout.block_bytes
         self._layer_timeout_s = layer_timeout_s
         self._device_hazards = HazardTable("device", device_layers[0][0].num_rows)
@@ -49,6 +60,7 @@ class CacheTransferManager:
         }
         self._device_layers = tuple(device_layers)
         self._copies = runtime.new_copies(device_layers, host.layers) if host.num_blocks else None
+        counted.paths = runtime.copy_paths()
         self._streams: dict[Actor, Stream] = {}
         self._transfers: list[Transfer] = []
         """Those that are not reported, and those that were reported as given up and are still running."""
@@ -259,8 +271,12 @@ class CacheTransferManager:
         waited_s = self._runtime.compute_stream.waited_s
         waited, self._waited_s = waited_s - self._waited_s, waited_s
         results = tuple(self.take_results())
+        self._counted.exposed_wait_s += waited
+        for result in results:
+            self._counted.add(result)
+            self._counted.paths = self._runtime.copy_paths()  # one that failed may be left
         oldest = min((transfer.step for transfer in self._transfers), default=self._last_step + 1)
-        return TransferReport(results, waited, oldest - 1)
+        return TransferReport(results, waited, oldest - 1, copies=self._counted)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
         if transfer.given_up is None and not transfer.is_reported:

@@ -8,12 +8,12 @@ import pickletools
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.contract.messages import (
     EVICT,
     NO_EVICT,
     NO_SWAP_IN,
     SWAP_IN,
+    BatchRequest,
     BlockHash,
     CacheLevel,
     CacheSwapMetadata,

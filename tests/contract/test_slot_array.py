@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.slot_array import SlotArray
+from fastdeploy_kvcache_v1.contract.swap_message import SlotArray
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 1000])

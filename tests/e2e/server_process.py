@@ -21,7 +21,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_kvcache_v1 import cli
-from fastdeploy_kvcache_v1.telemetry.metric_table import PREFIX
+from fastdeploy_kvcache_v1.telemetry.metrics import PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0

@@ -21,7 +21,7 @@ import httpx
 import psutil
 from openai import OpenAI
 
-from fastdeploy_kvcache_v1.contract.copy_totals import CopyTotals, RankCopies
+from fastdeploy_kvcache_v1.contract.messages import CopyTotals, RankCopies
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.settings import free_ports
 from tests.e2e.server_process import EXIT_TIMEOUT_S, ServerProcess
 

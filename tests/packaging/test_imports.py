@@ -21,8 +21,8 @@ EVERYBODY = {"contract", "telemetry"}
 """Folders that every folder may import from."""
 
 MAY_IMPORT = {
-    "contract": set(),
-    "telemetry": {"contract"},
+    "telemetry": set(),
+    "contract": {"telemetry"},
     "scheduler": EVERYBODY,
     "attention": EVERYBODY,
     "worker": {"attention", *EVERYBODY},

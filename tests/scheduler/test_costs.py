@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.timings import PrefillTime, positions
+from fastdeploy_kvcache_v1.contract.messages import PrefillTime, positions
 from fastdeploy_kvcache_v1.scheduler.costs import FEWEST_TOKENS, PrefillCosts, TwoTermFit
 
 

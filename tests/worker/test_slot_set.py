@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.contract.slot_array import SlotArray
+from fastdeploy_kvcache_v1.contract.swap_message import SlotArray
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.worker.slot_set import SlotSet, slot_set
 

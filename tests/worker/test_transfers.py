@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import NO_EVICT, NO_SWAP_IN, CacheLevel
+from fastdeploy_kvcache_v1.contract.messages import NO_EVICT, NO_SWAP_IN, CacheLevel, CopyPath
 from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.worker import transfer_manager
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
@@ -365,6 +365,32 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
     rig.controller.free()
     rig.controller.initialize_kv_cache(6, 6)
     assert rig.controller.transfers.take_report().exposed_wait_s == 0, "what was told of the tensors before"
+    assert rig.controller.copies.exposed_wait_s == 3
+
+
+def test_reports_carry_what_the_rank_counted_also_with_earlier_tensors(rig):
+    rig.runtime.fail_next(INPUT, OSError("no such page"))
+    rig.submit(evict((0, 1), (0, 1)), swap_in((5,), (4,)))
+    rig.controller.transfers.drain()
+    (reported,) = {id(rig.controller.transfers.take_report().copies) for _ in range(2)}
+    rig.controller.free()
+    rig.controller.initialize_kv_cache(6, 6)
+    rig.submit(evict((2,), (2,)))
+    rig.controller.transfers.drain()
+    copies = rig.controller.transfers.take_report().copies
+    assert id(copies) == reported
+    assert (copies.swap_out.blocks, copies.swap_in.blocks, copies.swap_in.failures) == (3, 0, 1)
+    assert copies.swap_out.bytes == 3 * rig.controller.layout.block_bytes
+    assert [path.direction for path in copies.paths] == ["in", "out"]
+
+
+def test_a_report_says_how_blocks_are_copied_now(rig, monkeypatch):
+    left = (CopyPath("out", "some", "it failed"),)
+    monkeypatch.setattr(rig.runtime, "copy_paths", lambda: left)
+    assert rig.controller.transfers.take_report().copies.paths != left, "nothing has happened"
+    rig.submit(evict((0,), (0,)))
+    rig.controller.transfers.drain()
+    assert rig.controller.transfers.take_report().copies.paths == left
 
 
 def test_the_device_tier_says_where_its_blocks_are(rig):

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
-from fastdeploy_kvcache_v1.contract.messages import CacheAccess
+from fastdeploy_kvcache_v1.contract.messages import BatchRequest, CacheAccess
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.lab.model.step import StepResult, StepTask

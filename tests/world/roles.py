@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.contract.messages import BatchRequest
 from fastdeploy_kvcache_v1.lab.model.step import StepResult
 from fastdeploy_kvcache_v1.lab.server.engine.generation import Delta, Failure
 from fastdeploy_kvcache_v1.lab.server.prefill_job import PrefillAnswer, PrefillJob

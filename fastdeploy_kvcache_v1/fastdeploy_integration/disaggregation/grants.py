@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import InvariantError
+from ...telemetry.metrics import counter, gauge_of, source
 from ...transfer.fetch import FetchResult
 from ...transfer.ledger import FetchEnd, FetchLedger, FetchOutcome
 from ...transfer.rank_messages import CancelFetch, StartFetch, TransferCommand
@@ -74,8 +75,11 @@ class Grant:
     token_deadline: float = float("inf")
 
 
+@source("decode role")
 class Grants:
     """Not thread-safe: the adapter's lock covers it. Any thread may read the numbers."""
+
+    num_stray_tokens: int = counter("First tokens for which no request waited", "stray_first_tokens")
 
     def __init__(
         self,
@@ -94,7 +98,6 @@ class Grants:
         """
         self.ledger = FetchLedger(num_ranks=num_ranks, clock=clock)
         self.num_stray_tokens = 0
-        """First tokens of requests that were not waiting for them."""
         self._send = send
         self._give_back = give_back
         self._fetch_s, self._token_s = fetch_s, token_s
@@ -117,11 +120,13 @@ class Grants:
         return len(self._grants)
 
     @property
+    @gauge_of("Requests with blocks that wait for their content or their first token", "granted_requests")
     def num_waiting(self) -> int:
         """The same."""
         return len(self)
 
     @property
+    @gauge_of("Blocks of requests that ended, to which a worker may still write", "parked_blocks")
     def num_parked(self) -> int:
         """Blocks."""
         return sum(len(slots) for slots, _ in list(self._parked.values()))

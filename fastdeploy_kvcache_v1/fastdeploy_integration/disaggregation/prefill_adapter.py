@@ -16,7 +16,7 @@ from typing import Any
 
 from ...contract.messages import DeviceSlot, MatchResult
 from ..engine.adapter import PrefixCacheAdapter
-from ..engine.hit_rates import match_metrics
+from ..engine.fastdeploy_gauges import match_metrics
 from ..transport import RunningRow, TaskKind
 
 

@@ -17,7 +17,6 @@ import msgspec
 
 from ...errors import CacheStateError, ConfigError, ModelError
 from ...storage.model_digest import model_digest
-from ...telemetry.metric_table import Source
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from ...transfer.role_info import RankInfo, RoleInfo
 from ..copy_report import socket_path
@@ -171,7 +170,7 @@ class PrefillCache(PrefillAdapter, RoleCache):
         os.environ[ASK_UNTIL_GRANTED] = "0"  # `ask_for_room` asks again, and comes to an end
         self.followers = NoFollowers()  # type: ignore[assignment]
         self.leases = Leases(num_ranks=int(config.parallel_config.tensor_parallel_size), send=self._tell_ranks)
-        self.publisher.role = "prefill", {Source.TRANSFERS: self.leases.ledger}
+        self.publisher.add(self.leases.ledger, "prefill")
 
     def take_reports(self) -> None:
         super().take_reports()
@@ -234,7 +233,8 @@ class DecodeCache(DecodeAdapter, RoleCache):
         )
         self.caches_outputs = bool(config.cache_config.enable_output_caching)
         self.followers = NoFollowers()  # type: ignore[assignment]
-        self.publisher.role = "decode", {Source.TRANSFERS: self.grants.ledger, Source.GRANTS: self.grants}
+        self.publisher.add(self.grants.ledger, "decode")
+        self.publisher.add(self.grants)
 
     def take_reports(self) -> None:
         """The first thing that a scheduling step does."""

@@ -20,17 +20,15 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from ...config import KVCacheConfig
-from ...contract.messages import DeviceSlot, MatchResult, NoSpace, SwapStep, TransferResult
-from ...contract.timings import PrefillTime
+from ...contract.messages import DeviceSlot, MatchResult, NoSpace, PrefillTime, SwapStep, TransferResult
 from ...errors import BlockPoolError, CacheStateError, InvariantError
 from ...scheduler.cache_manager import CacheManager
 from ...scheduler.costs import PrefillCosts
 from ..transport import RunningRow, SwapOutbox
-from .hit_rates import HitRates, match_metrics
+from .fastdeploy_gauges import HitRates, PoolGauges, match_metrics
 from .kept_hashes import KeptHashes
 from .lent_ids import LentIds
 from .open_batch import OpenBatch
-from .pool_gauges import PoolGauges
 from .record import Record
 from .storage import EngineStorage
 from .task_tokens import TaskTokens, start_of_cut_item

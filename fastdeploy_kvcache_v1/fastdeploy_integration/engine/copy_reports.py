@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import zmq
 
-from ...contract.messages import CacheLevel, PassProgress, TransferResult
-from ...contract.timings import PrefillTime
+from ...contract.messages import CacheLevel, PassProgress, PrefillTime, TransferResult
 from ...errors import ConfigError, MessageVersionError
+from ...telemetry.metrics import counter, source
 from ..copy_report import CopyReport
 
 logger = logging.getLogger(__name__)
@@ -58,23 +58,27 @@ class CopyNews(NamedTuple):
 NO_NEWS = CopyNews()
 
 
+@source("workers' reports")
 class CopyReports:
     """The last report of every worker process, and which copies failed.
 
     A thread of its own reads the socket, so no caller waits for it. Thread-safe but for `close`.
     """
 
+    num_lost: int = counter(
+        "Workers' reports of copies that did not arrive; the next one makes up for them", "copy_reports_lost"
+    )
+    """Between others of the same worker: it had no room for them, or the engine was away."""
+    num_unreadable: int = counter(
+        "Messages on the socket for workers' reports that cannot be read", "copy_reports_unreadable"
+    )
+
     def __init__(self, path: Path) -> None:
         """Makes the directory of `path`, which only this user can enter, and the socket in it.
 
         Raises `ConfigError` when that is not possible.
         """
-        self.num_lost = 0
-        """Reports that did not arrive, between others of the same worker: it had no room for them, or the engine was
-        away.
-        """
-        self.num_unreadable = 0
-        """Messages that are no reports."""
+        self.num_lost = self.num_unreadable = 0
         self._path = path
         self._latest: dict[str, CopyReport] = {}
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ from .adapter import PrefixCacheAdapter
 from .copy_reports import NO_NEWS, CopyReports
 from .followers import Followers
 from .lost_batches import Batch, Transit
-from .metrics import CacheMetricsPublisher, observe_storage
+from .metrics import CacheMetricsPublisher
 from .prompt_inputs import PromptInputs, inputs_of
 from .rank_passes import RankPasses
 from .running_rows import running_rows
@@ -145,7 +145,8 @@ class EnginePrefixCache(PrefixCacheAdapter):
         """Raises `ConfigError` where the file cannot be made."""
         recorder = TraceRecorder(path, self.manager.config.block_size, log=_logger())
         Finalize(None, recorder.close, exitpriority=0)
-        self.traced, self.publisher.recorder = TracedRequests(recorder), recorder
+        self.traced = TracedRequests(recorder)
+        self.publisher.add(recorder)
         _logger().info("a trace of the requests is recorded in %s", recorder.path)
 
     def launch_cache_manager(
@@ -215,9 +216,9 @@ class EnginePrefixCache(PrefixCacheAdapter):
             log=_logger(),
         )
         Finalize(None, storage.close, exitpriority=1)  # before the directory of its sockets goes
+        self.publisher.add(storage.tier)
         if not has_weights_of_directory(self._config):
             storage.weights_changed()
-        storage.tier.observe_latency = observe_storage
         if chosen.uses_device_tier:
             try:
                 storage.start_connected()
@@ -226,7 +227,6 @@ class EnginePrefixCache(PrefixCacheAdapter):
         else:
             storage.start()
         self.use_storage(storage)
-        self.publisher.storage = storage.tier
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """FastDeploy is paused and has answered every request that it knows; so have those that wait outside it."""

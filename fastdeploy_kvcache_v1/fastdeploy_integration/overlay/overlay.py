@@ -23,6 +23,7 @@ import wrapt
 from ...errors import OverlayError
 from ...forks import guard, renewed_in_children
 from ...switch import SWITCH
+from ...telemetry.metrics import gauge, source
 from .bodies import Change, acceptance, changes, known_digests
 from .release import OWN_MANAGER, FastDeployTree, installed_fastdeploy
 from .source import check_row, expected_parameters, lost_settings, runtime_parameters
@@ -43,8 +44,15 @@ class PointState(enum.Enum):
     FAILED = "failed"
 
 
+@source("overlay")
 class Overlay:
     """One table in one process. Thread-safe; import hooks run under the import lock."""
+
+    num_changed_bodies: int = gauge(
+        "Functions and classes of FastDeploy whose source differs from the one this package was written for",
+        "changed_bodies",
+    )
+    """Of those that our code relies on, as `start` found them."""
 
     def __init__(self, table: PatchTable, root: Path) -> None:
         self.table = table
@@ -52,7 +60,6 @@ class Overlay:
         self._states = dict.fromkeys(table.rows, PointState.WAITING)
         self._lock = renewed_in_children(threading.RLock())
         self.num_changed_bodies = 0
-        """Of those that our code relies on, as `start` found them."""
 
     def start(self) -> None:
         """Check every row, then patch what is imported and hook what is not.

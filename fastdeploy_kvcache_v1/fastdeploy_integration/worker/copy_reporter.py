@@ -6,14 +6,11 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
-from ...contract.copy_totals import RankCopies
-from ...contract.messages import CopyPath, PassProgress, TransferReport, TransferResult
-from ...contract.timings import PrefillTime
+from ...contract.messages import PassProgress, PrefillTime, RankCopies, TransferReport, TransferResult
 from ..copy_report import CopyReport
 
 MAX_UNSENT_REPORTS = 64
@@ -34,10 +31,8 @@ class CopyReporter:
     process may fork before.
     """
 
-    def __init__(self, path: Path, rank: int, paths: Callable[[], tuple[CopyPath, ...]] = tuple) -> None:
-        """`paths` tells in which ways the worker copies now."""
+    def __init__(self, path: Path, rank: int) -> None:
         self._path = path
-        self._paths = paths
         self._rank = rank
         self._worker = f"{os.getpid()}-{time.time_ns()}"
         self._number = 0
@@ -54,10 +49,10 @@ class CopyReporter:
         """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended; what only passes took
         waits for a report that says more. The first one says how the worker copies, whatever else it has to say.
         """
-        self._copies.add(report)
+        self._copies = report.copies or self._copies
         self._prefills.extend(report.prefills)
         has_news = report.transfers or report.ended_through > self._ended_through or report.passes is not None
-        if not has_news and (self._number or not self._paths()):
+        if not has_news and (self._number or not self._copies.paths):
             return
         self._passes = report.passes or self._passes
         self._ended_through = max(self._ended_through, report.ended_through)
@@ -68,7 +63,7 @@ class CopyReporter:
             self._socket = self._connect()
         steps = self._ended_through, self._unlisted_through, self._passes
         untold = tuple(self._untold), *steps, tuple(self._prefills)
-        message = CopyReport(self._rank, self._worker, self._number, self._copies, *untold, self._paths()).dumps()
+        message = CopyReport(self._rank, self._worker, self._number, self._copies, *untold).dumps()
         self._number += 1
         with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers
             self._socket.send(message, zmq.NOBLOCK)

@@ -8,7 +8,6 @@ from typing import Any
 from ...errors import ConfigError
 from ...worker.cuda import trial
 from ...worker.cuda.runtime import CudaRuntime, use_device
-from ...worker.ops.copies import both_ways, chosen
 from ...worker.runtime import Runtime
 from .. import settings
 from ..backends import DSA, MLA, cache_backend
@@ -48,7 +47,6 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     reporter = CopyReporter(
         socket_path(int(ranks.local_engine_worker_queue_port)),
         int(ranks.tensor_parallel_rank),
-        lambda: both_ways("paddle") if chosen() == "paddle" else trial.known().paths(),
     )
     num_host_blocks = int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0
     if num_host_blocks:

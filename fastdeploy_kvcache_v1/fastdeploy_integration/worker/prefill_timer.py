@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from ...contract.timings import PrefillTime
+from ...contract.messages import PrefillTime
 from ...worker.runtime import Event, Stream
 from ..transport import TaskKind
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...attention.base import AttentionCacheBackend, CacheLayout
-from ...contract.messages import CacheLevel, TransferReport
+from ...contract.messages import CacheLevel, RankCopies, TransferReport
 from ...errors import CacheStateError, ConfigError, TransferError
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
@@ -72,6 +72,7 @@ class WorkerCache:
         self._expected_block_bytes = expected_block_bytes
         self._keep_host_memory = keep_host_memory
         self._tell_copies = tell_copies
+        self._copies = RankCopies()
         self._storage = storage
         self._passes = PassTracker(clock) if storage is not None and storage.uses_device_tier else None
         self._timer = PrefillTimer() if num_host_blocks else None
@@ -150,6 +151,7 @@ class WorkerCache:
             layer_timeout_s=self._layer_timeout_s,
             host_trailer_bytes=0 if self._storage is None else self._storage.host_trailer_bytes,
             host_is_shared=self._storage is not None and self._storage.host_is_shared,
+            copies=self._copies,
         )
 
     @property

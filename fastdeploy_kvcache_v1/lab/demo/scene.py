@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import httpx
 
-from ...telemetry.metric_table import PREFIX
+from ...telemetry.metrics import PREFIX
 from ..server.client import Answer, ask
 
 Message = dict[str, str]

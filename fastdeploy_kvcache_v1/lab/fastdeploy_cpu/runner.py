@@ -11,10 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...contract.batch_request import BatchRequest
-from ...contract.copy_totals import RankCopies
-from ...contract.messages import TransferReport
-from ...contract.timings import PrefillTime
+from ...contract.messages import BatchRequest, PrefillTime, TransferReport
 from ...errors import ConfigError, ModelError
 from ...fastdeploy_integration.disaggregation.ranks import RankRole, RankShape
 from ...fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
@@ -100,7 +97,6 @@ class CpuModelRunner:
         self._steps: StepRunner | None = None
         self._num_device_blocks = 0
         self._num_steps = 0
-        self._copies = RankCopies()
         self._controller = CacheController(
             self._model.shard(ranks.size).cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
             runtime=make_runtime(os.environ.get(VARIABLE, ""), ranks.rank),
@@ -219,7 +215,7 @@ class CpuModelRunner:
         is_busy = self._table.has_work or bool(self._pending) or copies_open
         is_busy = bool(self._ranks.union([self._ranks.rank] if is_busy else ()))
         if not is_busy and not self.is_sleeping:
-            self._tell(TransferReport())
+            self._tell(TransferReport(copies=self._controller.copies))
         return is_busy
 
     def _turn_transfers(self) -> None:
@@ -264,7 +260,6 @@ class CpuModelRunner:
             self._tell(replace(result.report, prefills=(prefill,)))
         else:
             self._tell(result.report)
-        self._copies.add(result.report)
         if result.report.transfers:
             self._write_stats()
         if not had_work:
@@ -331,7 +326,7 @@ class CpuModelRunner:
 
     def _write_stats(self) -> None:
         """For tests that watch the server from outside. Replaced as a whole: never half written."""
-        content = {"steps": self._num_steps, **asdict(self._copies)}
+        content = {"steps": self._num_steps, **asdict(self._controller.copies)}
         temporary = self._stats_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(content))
         os.replace(temporary, self._stats_file)

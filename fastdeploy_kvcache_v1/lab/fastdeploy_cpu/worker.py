@@ -19,7 +19,6 @@ from ...fastdeploy_integration.disaggregation.ranks import rank_role
 from ...fastdeploy_integration.settings import log_directory
 from ...fastdeploy_integration.worker.copy_reporter import CopyReporter
 from ...fastdeploy_integration.worker.storage import rank_storage
-from ...worker.ops.copies import cpu_paths
 from ...worker.runtime.base import free_host_memory
 from ..model.ranks import Ranks, inherited_pipes
 from . import RANK_PIPES, run_directory
@@ -62,7 +61,6 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         reporter = CopyReporter(
             socket_path(int(self.parallel_config.local_engine_worker_queue_port)),
             int(self.parallel_config.tensor_parallel_rank),
-            cpu_paths,
         )
         self.model_runner = CpuModelRunner(
             config,

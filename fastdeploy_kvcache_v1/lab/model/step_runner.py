@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...contract.batch_request import BatchRequest
-from ...contract.messages import TransferReport
+from ...contract.messages import BatchRequest, TransferReport
 from ...errors import ModelError, RankGroupError, TransferError
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter

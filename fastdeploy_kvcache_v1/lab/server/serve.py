@@ -89,7 +89,8 @@ def _serve(
         timer.daemon = True
         timer.start()
 
-    metrics = Metrics(core, copy_paths=worker.copy_paths)
+    core.counters.copies[:] = worker.copies
+    metrics = Metrics(core)
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(config, engine, RequestReader(config, tokenizer), metrics)
     if config.role is not None:

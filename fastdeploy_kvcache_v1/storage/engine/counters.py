@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ...telemetry.metrics import counter, part
 from ..messages import LoadDone, StoreDone
 
 __all__ = ["MoveTotals", "StorageCounters"]
@@ -13,12 +14,10 @@ __all__ = ["MoveTotals", "StorageCounters"]
 class MoveTotals:
     """One direction, all ranks."""
 
-    blocks: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    """Spent by the threads that move them."""
-    failures: int = 0
-    """Requests to the store that failed."""
+    blocks: int = counter("Blocks that went between a tier and the store, of every rank")
+    bytes: int = counter("Bytes that went between a tier and the store")
+    seconds: float = counter("Time that threads of workers spent with the store")
+    failures: int = counter("Requests to the store that failed")
 
     def add(self, answer: LoadDone | StoreDone, num_blocks: int) -> None:
         """A rank has answered, and has moved `num_blocks` blocks."""
@@ -32,30 +31,29 @@ class MoveTotals:
 class StorageCounters:
     """One thread writes; any thread may read single fields."""
 
-    load: MoveTotals = field(default_factory=MoveTotals)
-    store: MoveTotals = field(default_factory=MoveTotals)
-    queries: int = 0
-    query_failures: int = 0
-    query_seconds: float = 0.0
-    queried_blocks: int = 0
-    found_blocks: int = 0
-    damaged_blocks: int = 0
-    """Stored blocks whose bytes were not what they should be. They were forgotten."""
-    skipped_store_blocks: int = 0
-    """Not stored, because they had left their tier, too many waited, or the store was left alone."""
-    refused_store_blocks: int = 0
-    """Not stored, because the store had no room for them. Counted by each rank."""
-    unaddressable_blocks: int = 0
-    """Neither asked for nor stored nor announced: the store names blocks by token ids, and these need more than that to
-    be told from others.
-    """
-    flushes: int = 0
-    """Statements to the store's index about what this server has."""
-    flush_failures: int = 0
-    """Of them, attempts that failed. They are made again, in order."""
-    dropped_flushes: int = 0
-    """Given up, because too many waited for a store that fails: its index is wrong about these blocks."""
-    late_requests: int = 0
-    """Started before their stored prefix was there, because it took too long."""
-    declined_requests: int = 0
-    """Did not wait for their stored prefix, because computing it is sooner than loading it."""
+    load: MoveTotals = part(MoveTotals, direction="load")
+    store: MoveTotals = part(MoveTotals, direction="store")
+    queries: int = counter("Prefix lookups in the store")
+    query_failures: int = counter("Prefix lookups in the store that failed")
+    query_seconds: float = counter("Time that prefix lookups in the store took")
+    queried_blocks: int = counter("Blocks that were looked up in the store")
+    found_blocks: int = counter("Blocks that prefix lookups found in the store")
+    damaged_blocks: int = counter("Stored blocks with a checksum mismatch, ignored from then on")
+    skipped_store_blocks: int = counter(
+        "Blocks that left their tier before they were stored, or that a failing store was spared"
+    )
+    """Also those for which too many waited."""
+    refused_store_blocks: int = counter("Blocks that the store had no room for, counted by each rank")
+    unaddressable_blocks: int = counter(
+        "Blocks left out because the store names blocks by token ids, and theirs do not say all"
+    )
+    """Neither asked for nor stored nor announced."""
+    flushes: int = counter("Updates of the store's index with what this server has")
+    flush_failures: int = counter("Updates of the store's index that failed; they are sent again")
+    """In order."""
+    dropped_flushes: int = counter("Updates of the store's index that were given up: it is wrong about their blocks")
+    """Too many waited for a store that fails."""
+    late_requests: int = counter("Requests that started before their stored prefix had arrived")
+    declined_requests: int = counter(
+        "Requests that did not wait for their stored prefix: computing it is sooner than loading it"
+    )

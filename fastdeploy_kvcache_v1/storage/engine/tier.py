@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ...contract.messages import BlockHashes, SwapStep, TransferReport
 from ...scheduler.cache_manager import CacheManager
+from ...telemetry.metrics import gauge_of, histogram, part, source
 from ..messages import LoadDone, QueryDone, StoreDone, UseNamespace
 from ..namespace import Namespace
 from ..settings import StorageSettings
@@ -31,6 +32,7 @@ LOOK_AGAIN_S = 1.0
 """After a deadline has passed, as long as what depended on it has not ended."""
 
 
+@source("storage tier")
 class StorageTier:
     """Beside a `CacheManager`, on the thread that schedules. A failing, slow or hanging store costs hits, nothing else.
 
@@ -38,6 +40,14 @@ class StorageTier:
     tier, by another `Target` and another `StoreSide`.
     """
 
+    counters: StorageCounters = part(StorageCounters, "storage_")
+    observe_latency: Callable[[str, float], None] = histogram(
+        "Time that one request to the store took, by operation (query, load, store, flush)",
+        "storage_latency_seconds",
+        each=("operation",),
+        buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    )
+    """Told of each request to the store that did not fail."""
     needs_token_ids = False
     """The store names blocks by token ids: `request_arrived` and `request_ended` must be given them."""
 
@@ -55,8 +65,7 @@ class StorageTier:
         which ones have ended, if not by `pass_ended`.
         """
         self.counters = StorageCounters()
-        self.observe_latency: Callable[[str, float], None] = lambda operation, seconds: None
-        """Told of each request to the store that did not fail: `query`, `load`, `store` or `flush`, and its seconds."""
+        self.observe_latency = lambda operation, seconds: None
         self._manager = manager
         self._settings = settings
         self._link = link
@@ -208,11 +217,13 @@ class StorageTier:
         return self._fetches.is_idle and self._stores.is_idle
 
     @property
+    @gauge_of("Requests that wait for their stored prefix", "storage_waiting_requests")
     def num_waiting_requests(self) -> int:
-        """Requests that wait for their stored prefix. Any thread may read it."""
+        """Any thread may read it."""
         return self._fetches.num_waiting_requests
 
     @property
+    @gauge_of("1 while the store is not used because it failed again and again", "storage_is_left_alone")
     def is_left_alone(self) -> bool:
-        """The store failed again and again, and is not asked for a while."""
+        """Any thread may read it."""
         return self._fetches.is_left_alone or self._stores.is_left_alone

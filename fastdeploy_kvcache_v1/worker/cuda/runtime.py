@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...contract.messages import CopyPath
 from ...errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from .. import ops
-from ..ops.copies import Copies, chosen
+from ..ops.copies import Copies, both_ways, chosen
 from ..ops.paddle_ops import PaddleCopies
 from ..ops.rows import LayerRows
 from ..runtime.base import Event, Runtime, Stream, describe, free_host_memory, require
@@ -295,6 +296,9 @@ class CudaRuntime(Runtime):
         for way, reason in copies.left.items():
             logger.warning("copies between GPU and host do without %s: %s", way, reason)
         return copies
+
+    def copy_paths(self) -> tuple[CopyPath, ...]:
+        return both_ways("paddle") if chosen() == "paddle" else trial.known().paths()
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
         use_device(self._device)

@@ -101,7 +101,7 @@ def library() -> Any:
 
 
 def cpu_paths() -> tuple[CopyPath, ...]:
-    """How copies go on a CPU, for the metrics: by `c`, `numpy` or `paddle`."""
+    """How copies go on a CPU: by `c`, `numpy` or `paddle`."""
     return both_ways(chosen() or ("numpy" if library() is None else "c"))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...contract.slot_array import SlotArray
+from ...contract.swap_message import SlotArray
 from ...errors import CacheStateError, ConfigError
 from ..slot_set import SlotSet, slot_set
 

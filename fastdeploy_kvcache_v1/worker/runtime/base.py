@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from ...contract.messages import CopyPath
 from ...errors import ConfigError, LayerSwapTimeoutError, TransferError
 from ...units import GIB
 from ..ops import HostBuffer, LayerRows
@@ -103,6 +104,10 @@ class Runtime(ABC):
     @abstractmethod
     def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
         """The copies between these tiers, by layer. Raises `CacheStateError` for tiers that do not fit each other."""
+
+    @abstractmethod
+    def copy_paths(self) -> tuple[CopyPath, ...]:
+        """The ways in which blocks are copied now, and those that were left."""
 
     @abstractmethod
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> HostBuffer:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
+from ...contract.messages import CopyPath
 from ...errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from .. import ops
-from ..ops.copies import Copies, CpuCopies, chosen
+from ..ops.copies import Copies, CpuCopies, chosen, cpu_paths
 from ..ops.paddle_ops import PaddleCopies
 from ..ops.rows import LayerRows
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
@@ -173,6 +174,9 @@ class CpuRuntime(Runtime):
 
     def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
         return PaddleCopies(device, host) if chosen() == "paddle" else CpuCopies(device, host)
+
+    def copy_paths(self) -> tuple[CopyPath, ...]:
+        return cpu_paths()
 
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
         return allocate_near(nbytes, shared=shared)

@@ -9,6 +9,8 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration import settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
+from fastdeploy_kvcache_v1.telemetry.metrics import source_of
 from tests.fastdeploy_integration.fd_configs import fd_config
 
 from .by_hand import make_gauges
@@ -39,9 +41,10 @@ def fake_fastdeploy(install, monkeypatch, short_tmp_path, tmp_path):
     }
     install(modules)
     monkeypatch.setattr(tempfile, "tempdir", short_tmp_path)
-    active = SimpleNamespace(table=SimpleNamespace(release="2.6"))
+    active = SimpleNamespace(table=SimpleNamespace(release="2.6"), metrics=source_of(Overlay))
     monkeypatch.setattr(engine_patches.overlay, "active", lambda: active)
-    monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_, **__: None))
+    nothing = SimpleNamespace(publish=lambda *_: None, observe=lambda *_: None)
+    monkeypatch.setattr(metrics, "exported", lambda source: nothing)
     envs.exported = []
     monkeypatch.setattr(settings, "export", lambda *given: envs.exported.append(given))
     monkeypatch.setattr(FakeSignal, "opened", [])

@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.contract.messages import EVICT, CacheLevel, MatchedSpan, MatchResult, TransferResult
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.hit_rates import WINDOW, HitRates, match_metrics
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.fastdeploy_gauges import WINDOW, HitRates, match_metrics
 
 from .by_hand import FakeTask, Server, Status, begin, end, make_adapter, make_gauges, served
 

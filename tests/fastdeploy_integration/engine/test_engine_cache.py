@@ -8,15 +8,16 @@ import zmq
 
 from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.config import WritePolicy
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.contract.timings import PrefillTime
+from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, PrefillTime, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.storage_channel import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.telemetry.metrics import source_of
 from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from fastdeploy_kvcache_v1.units import GIB
 from tests.fastdeploy_integration.fd_configs import fd_config
@@ -150,7 +151,8 @@ class Storage:
 def store(fake_fastdeploy, monkeypatch):
     """FAKE parts of a store. Returns the tier, and the settings that workers are told."""
     fake_fastdeploy.environment_variables, fake_fastdeploy.FD_ATTENTION_BACKEND = {}, "APPEND_ATTN"
-    made = SimpleNamespace(tier=SimpleNamespace(weigh=lambda compute_s: None), exported=[])
+    tier = SimpleNamespace(weigh=lambda compute_s: None, metrics=source_of(StorageTier))
+    made = SimpleNamespace(tier=tier, exported=[])
     parts = {
         "make_link": lambda chosen, commands, results: (commands, results),
         "make_tier": lambda *_, **__: made.tier,
@@ -186,7 +188,7 @@ def test_a_store_is_opened_with_the_cache_service(store, monkeypatch, backend, g
     assert (manager.storage.passes is not None) == follows_passes
     commands, results = manager.storage.link
     assert len({*commands, results}) == 3, "one for each rank, and one for what they answer"
-    assert (manager.publisher.storage, store.tier.observe_latency) == (store.tier, engine_patches.observe_storage)
+    assert (store.tier, ()) in manager.publisher._parts
     assert [each.backend for each in store.exported] == [backend]
     assert (manager.manager.config.max_queued_events > 0) == given.get("flush_only", False)
 
@@ -340,5 +342,6 @@ def test_a_trace_is_recorded_where_the_environment_says(fake_fastdeploy, monkeyp
     with caplog.at_level("INFO"):
         manager = launched()
     assert manager.traced is not None
-    assert f"a trace of the requests is recorded in {manager.publisher.recorder.path}" in caplog.messages
-    manager.publisher.recorder.close()
+    recorder, _ = manager.publisher._parts[-1]
+    assert f"a trace of the requests is recorded in {recorder.path}" in caplog.messages
+    recorder.close()

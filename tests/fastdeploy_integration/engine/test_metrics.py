@@ -1,26 +1,37 @@
+import logging
 from functools import partial
 from types import SimpleNamespace
 
 import prometheus_client
 import pytest
 
-from fastdeploy_kvcache_v1.contract.copy_totals import RankCopies
-from fastdeploy_kvcache_v1.contract.messages import EVICT, CopyPath, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import EVICT, CopyPath, RankCopies, TransferResult
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
-from fastdeploy_kvcache_v1.telemetry.metric_table import PREFIX, Kind, Source, rows
+from fastdeploy_kvcache_v1.storage.engine.counters import MoveTotals, StorageCounters
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.telemetry.metrics import PREFIX, Kind, source_of
+from fastdeploy_kvcache_v1.telemetry.trace_recorder import TraceRecorder
+from fastdeploy_kvcache_v1.transfer.ledger import FetchLedger, LeaseLedger
+from tests.telemetry.metrics_page import sources
+
+
+def named(metric):
+    return metric.name + ("_total" if metric.kind is Kind.COUNTER else "")
 
 
 @pytest.fixture
 def samples(monkeypatch):
     """All samples by name and labels, of a registry of the test's own."""
     registry = prometheus_client.CollectorRegistry()
-    for kind in ("Counter", "Gauge"):
+    for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(prometheus_client, kind, partial(getattr(prometheus_client, kind), registry=registry))
     metrics.exported.cache_clear()
-    metrics.copy_path.cache_clear()
     yield lambda: {
         (sample.name.removeprefix(PREFIX), *sorted(sample.labels.items())): sample.value
         for family in registry.collect()
@@ -28,44 +39,71 @@ def samples(monkeypatch):
         if not sample.name.endswith("_created")
     }
     metrics.exported.cache_clear()
-    metrics.copy_path.cache_clear()
 
 
 class CountingManager:
     """Every number of its next snapshot is another one."""
 
     def __init__(self):
-        self.counters = Counters(**dict(zip(vars(Counters()), range(100, 200), strict=False)))
+        self.counters = Counters(*range(100, 100 + len(vars(Counters()))))
 
     def stats(self):
         names = [name for name in CacheStats.__dataclass_fields__ if name != "counters"]
-        return CacheStats(self.counters, **dict(zip(names, range(200, 300), strict=False)))
+        return CacheStats(counters=self.counters, **dict(zip(names, range(200, 300), strict=False)))
+
+
+def bare(cls, **numbers):
+    """An object without what makes it work."""
+    made = cls.__new__(cls)
+    vars(made).update(numbers)
+    return made
 
 
 @pytest.fixture
 def publisher(samples, monkeypatch):
     monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.0)
     adapter = SimpleNamespace(manager=CountingManager(), uncached=Uncached(1, 2, 3, 4))
-    overlay = SimpleNamespace(num_changed_bodies=3)
-    return metrics.CacheMetricsPublisher(adapter, overlay)
+    return metrics.CacheMetricsPublisher(adapter, bare(Overlay, num_changed_bodies=3))
 
 
-def test_every_row_of_the_scheduler_half_is_published_with_its_own_number(publisher, samples):
+def reports(*latest, **numbers):
+    return bare(CopyReports, latest=lambda: latest, **{"num_lost": 0, "num_unreadable": 0, **numbers})
+
+
+def test_every_number_of_the_scheduler_half_is_published_under_its_own_name(publisher, samples):
     publisher.publish()
     stats = publisher._adapter.manager.stats()
-    expected = (
-        {("copy_reports_lost_total",): 0, ("copy_reports_unreadable_total",): 0}
-        | {("changed_bodies",): 3}
-        | {("uncached_requests_total", ("reason", name)): value for name, value in vars(Uncached(1, 2, 3, 4)).items()}
-        | {
-            (metric.name + ("_total" if metric.kind is Kind.COUNTER else ""),): metric.value(source)
-            for source, metric in [
-                *((stats, metric) for metric in rows(Source.STATS)),
-                *((stats.counters, metric) for metric in rows(Source.COUNTERS)),
-            ]
-        }
-    )
-    assert samples() == expected
+    expected = {(named(each),): value for each in source_of(stats).numbers for _, value in each.samples(stats)}
+    numbers = {name: number for name, number in vars(stats).items() if name != "counters"} | vars(stats.counters)
+    assert sorted(expected.values()) == sorted(numbers.values()), "each is a field"
+    reasons = vars(Uncached(1, 2, 3, 4)).items()
+    uncached = {("uncached_requests_total", ("reason", name)): value for name, value in reasons}
+    silent = {("copy_reports_lost_total",): 0, ("copy_reports_unreadable_total",): 0}
+    assert samples() == expected | uncached | silent | {("changed_bodies",): 3}
+
+
+def test_every_metric_that_the_docs_have_of_fastdeploy_is_published(publisher, samples, tmp_path):
+    """Of a server that has every part."""
+    moved, paths = MoveTotals(1, 1, 1.0, 1), (CopyPath("in", "runs"),)
+    tier = bare(StorageTier, counters=StorageCounters(moved, moved))
+    tier._fetches = SimpleNamespace(num_waiting_requests=1, is_left_alone=True)
+    recorder = TraceRecorder(tmp_path / "trace", 16, log=logging.getLogger())
+    recorder.close()
+    for part, *added in (
+        (tier,),
+        (recorder,),
+        (LeaseLedger(), "prefill"),
+        (bare(Grants, _grants={}, _parked={}, num_stray_tokens=0),),
+    ):
+        publisher.add(part, *added)
+    tier.observe_latency("load", 0.25)
+    publisher.reports = reports(CopyReport(0, "w", 0, RankCopies(paths=paths)))
+    publisher.publish()
+    shown = {name for name, *_ in samples()}
+    here = [each for each in sources() if each.servers != "embedded server"]
+    assert {named(each) for source in here for each in source.numbers} - shown == set()
+    assert samples()["storage_latency_seconds_bucket", ("le", "0.25"), ("operation", "load")] == 1
+    assert samples()["storage_latency_seconds_bucket", ("le", "0.1"), ("operation", "load")] == 0
 
 
 def test_counters_grow_by_what_is_new_and_never_fall(publisher, samples):
@@ -90,22 +128,22 @@ def test_a_last_look_before_a_pause_does_not_wait_for_its_turn(publisher, sample
 
 def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, samples):
     first, second = (CopyReport(0, worker, 0, RankCopies()) for worker in ("first", "second"))
-    publisher.reports = SimpleNamespace(latest=lambda: (first, second), num_lost=7, num_unreadable=8)
+    publisher.reports = reports(first, second, num_lost=7, num_unreadable=8)
     publisher.publish()
     assert [samples()[f"copy_reports_{kind}_total",] for kind in ("lost", "unreadable")] == [7, 8]
     for report, blocks, shown in ((first, 3, 3), (first, 2, 5), (second, 4, 9)):
-        report.copies.add(TransferReport((TransferResult(0, *EVICT, blocks, 0, 0.0),)))
+        report.copies.add(TransferResult(0, *EVICT, blocks, 0, 0.0))
         for _ in range(2):
             publisher.publish()
         assert samples()["swap_blocks_total", ("direction", "out"), ("rank", "0")] == shown
 
 
-def test_the_ways_of_copying_are_shown_until_others_take_their_place(publisher, samples):
+def test_ways_of_copying_are_shown_until_others_take_their_place(publisher, samples):
     """Also those of the process that took over the rank."""
 
     def shown(worker, *paths):
-        report = CopyReport(1, worker, 0, RankCopies(), paths=tuple(CopyPath("in", *path) for path in paths))
-        publisher.reports = SimpleNamespace(latest=lambda: [report], num_lost=0, num_unreadable=0)
+        copies = RankCopies(paths=tuple(CopyPath("in", *path) for path in paths))
+        publisher.reports = reports(CopyReport(1, worker, 0, copies))
         publisher.publish()
         labelled = [(dict(labels), sample) for (name, *labels), sample in samples().items() if name == "copy_path"]
         assert all((each["direction"], each["rank"]) == ("in", "1") for each, _ in labelled)
@@ -116,34 +154,10 @@ def test_the_ways_of_copying_are_shown_until_others_take_their_place(publisher, 
     assert shown("second", ["kernel", "late"], ["runs"]) == {**left, ("runs", ""): 1}
 
 
-@pytest.mark.parametrize("source", [Source.TRANSFERS, Source.STORAGE, Source.TRACE])
-def test_numbers_of_a_part_are_shown_where_there_is_one_and_those_of_a_role_with_its_side(publisher, samples, source):
-    class Ledger(float):
-        def __getattr__(self, name):
-            return self
-
-    caches = metrics.exported_role, metrics.exported_storage, metrics.exported_trace
-    for cache in caches:
-        cache.cache_clear()
-    if source is Source.TRANSFERS:
-        publisher.role = "decode", {source: Ledger(7)}
-    else:
-        setattr(publisher, "storage" if source is Source.STORAGE else "recorder", Ledger(7))
+@pytest.mark.parametrize(("ledger", "side"), [(LeaseLedger, "prefill"), (FetchLedger, "decode")])
+def test_numbers_of_a_role_have_its_side(publisher, samples, ledger, side):
+    made = ledger()
+    made.totals.arrived = 7
+    publisher.add(made, side)
     publisher.publish()
-    for cache in caches:
-        cache.cache_clear()
-    shown = [labels for (_, *labels), value in samples().items() if value == 7]
-    assert len(shown) == len(rows(source))
-    assert source is not Source.TRANSFERS or all(("side", "decode") in labels for labels in shown)
-
-
-def test_latencies_of_the_store_are_a_histogram_by_operation(samples, monkeypatch):
-    registry = prometheus_client.CollectorRegistry()
-    monkeypatch.setattr(prometheus_client, "Histogram", partial(prometheus_client.Histogram, registry=registry))
-    metrics.storage_latency.cache_clear()
-    for seconds in (0.002, 0.3):
-        metrics.observe_storage("load", seconds)
-    metrics.storage_latency.cache_clear()
-    name = f"{PREFIX}storage_latency_seconds"
-    assert registry.get_sample_value(f"{name}_count", {"operation": "load"}) == 2
-    assert registry.get_sample_value(f"{name}_bucket", {"operation": "load", "le": "0.25"}) == 1
+    assert samples()["transfers_ended_total", ("outcome", "arrived"), ("side", side)] == 7

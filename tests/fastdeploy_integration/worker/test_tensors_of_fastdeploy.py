@@ -12,7 +12,6 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
-from fastdeploy_kvcache_v1.worker.cuda.rates import Rates
 from tests.fastdeploy_integration.fd_configs import fd_config
 
 # ---- backends with the attributes and shapes of FastDeploy's
@@ -195,10 +194,9 @@ def test_how_the_tensors_of_a_backend_are_stored(emptied, name, backend, quant_t
 def test_a_runner_has_its_cache_before_it_makes_its_proposer(
     emptied, monkeypatch, named, given, host_blocks, parts, draft_tokens, rows
 ):
-    made, required, told, tried, ways = [], [], [], [], []
+    made, required, told, tried = [], [], [], []
     reporter = SimpleNamespace(tell=None)
-    monkeypatch.setattr(patches, "CopyReporter", lambda socket, rank, paths: ways.append(paths) or reporter)
-    monkeypatch.setattr(patches.trial, "known", Rates)
+    monkeypatch.setattr(patches, "CopyReporter", lambda socket, rank: reporter)
     active = SimpleNamespace(require_complete=required.append)
     monkeypatch.setattr(overlay, "active", lambda: active)
     monkeypatch.setattr(patches, "_worker_cache", None)
@@ -218,7 +216,3 @@ def test_a_runner_has_its_cache_before_it_makes_its_proposer(
     assert (chosen["block_size"], chosen["expected_block_bytes"], chosen["keep_host_memory"]) == (4, 4096, True)
     assert chosen["storage"] == [6, True]
     assert tried == ([(5, rows, None)] if host_blocks else []), "copies are tried before the model takes the memory"
-    (paths,) = ways
-    assert [path.name for path in paths()] == ["runs", "runs"]
-    monkeypatch.setenv("FASTDEPLOY_KVCACHE_OPS", "paddle")
-    assert [path.name for path in paths()] == ["paddle", "paddle"]

@@ -7,8 +7,7 @@ import paddle  # noqa: F401  # at its import it asks the system for its librarie
 import pytest
 
 from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
-from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, BatchRequest, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.lab.model.copy_faults import make_runtime
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams

@@ -14,8 +14,7 @@ import numpy as np
 import paddle  # noqa: F401  # at its import it asks the system for its libraries, which no test may
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
-from fastdeploy_kvcache_v1.contract.messages import CacheAccess, TransferReport
+from fastdeploy_kvcache_v1.contract.messages import BatchRequest, CacheAccess, TransferReport
 from fastdeploy_kvcache_v1.lab.model.checksum import ChecksumModel
 from fastdeploy_kvcache_v1.lab.model.config import ChecksumConfig
 from fastdeploy_kvcache_v1.lab.model.ranks import ONE_RANK, Ranks

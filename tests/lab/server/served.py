@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from fastapi.testclient import TestClient
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.lab.server.app import create_app
 from fastdeploy_kvcache_v1.lab.server.engine.engine import Engine
 from fastdeploy_kvcache_v1.lab.server.engine.engine_core import EngineCore
@@ -26,7 +25,7 @@ class Server:
         self.worker = WorkerThread(Worker(cache))
         self.fatal = []
         core = EngineCore(manager, self.worker.send, max_num_seqs=8, max_num_batched_tokens=64)
-        metrics = Metrics(core, copy_paths=[[CopyPath("in", "some"), CopyPath("out", "other", "it is slow")]])
+        metrics = Metrics(core)
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
         reader = RequestReader(config, load_tokenizer(None))
         self.client = TestClient(create_app(config, self.engine, reader, metrics))

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.lab.model.config import BYTE_VOCAB_SIZE
 from fastdeploy_kvcache_v1.lab.server.app import MAX_BODY
 from fastdeploy_kvcache_v1.lab.server.request_fields import REFUSED, ChatBody, CompletionBody
@@ -191,7 +192,11 @@ def test_reset_forgets_the_cache(server):
     assert server.client.post("/reset_prefix_cache?reset_external=perhaps").status_code == 400
 
 
-def test_metrics(server):
+def test_metrics(server, monkeypatch):
+    paths = CopyPath("in", "some"), CopyPath("out", "other", "it is slow")
+    worker = server.worker.worker
+    monkeypatch.setattr(worker.runtime, "copy_paths", lambda: paths)
+    worker.controller.copies.paths = paths
     for _ in range(2):
         server.complete(prompt="a prompt of some length")
     text = server.client.get("/metrics").text

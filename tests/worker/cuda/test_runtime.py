@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import CacheLevel
+from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CopyPath
 from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.worker.cuda import runtime as cuda_runtime
+from fastdeploy_kvcache_v1.worker.cuda.rates import Rates
 from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
@@ -74,6 +75,14 @@ def test_calls_of_one_step(gpu, rig):
     first, second = rig.controller.transfers.take_results()
     assert (first.target, first.ok, first.seconds) == (CacheLevel.HOST, True, 0.004)
     assert (second.target, second.ok, second.seconds) == (CacheLevel.DEVICE, True, 0.004)
+    rig.close()
+
+
+def test_a_gpu_says_which_ways_of_copying_it_has(rig, monkeypatch):
+    monkeypatch.setattr(cuda_runtime.trial, "known", Rates)
+    assert rig.runtime.copy_paths() == (CopyPath("in", "runs"), CopyPath("out", "runs"))
+    monkeypatch.setenv("FASTDEPLOY_KVCACHE_OPS", "paddle")
+    assert rig.runtime.copy_paths() == (CopyPath("in", "paddle"), CopyPath("out", "paddle"))
     rig.close()
 
 

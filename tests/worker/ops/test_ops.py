@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_kvcache_v1.contract.slot_array import SlotArray
+from fastdeploy_kvcache_v1.contract.swap_message import SlotArray
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, plan_runs, tensor_rows

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 
-from ....contract.batch_request import BatchRequest
-from ....contract.copy_totals import RankCopies
-from ....contract.messages import CacheLevel, TransferReport
-from ....contract.timings import PrefillTime
+from ....contract.messages import BatchRequest, CacheLevel, PrefillTime, RankCopies, TransferReport
 from ....scheduler.cache_manager import CacheManager
 from ....scheduler.costs import PrefillCosts
 from ....storage.engine.link import Answer
 from ....storage.engine.tier import StorageTier
+from ....telemetry.metrics import counter, histogram, part, source
 from ....telemetry.trace_recorder import TraceRecorder
 from ....transfer.rank_messages import TransferNews
 from ...model.step import StepResult, StepTask
@@ -35,31 +34,41 @@ MAX_COPY_FAILURES = 3
 """A request is computed again this often after failed copies; the next failure ends it."""
 
 
+_ended = partial(counter, "Requests by how they ended", "requests_ended", by="outcome")
+
+
 @dataclass
 class EngineCounters:
     """Totals since the start. Written by the engine thread only; any thread may read single fields."""
 
-    copies: tuple[RankCopies, ...] = field(default_factory=lambda: (RankCopies(),))
-    """By worker rank."""
-    steps: int = 0
-    computed_tokens: int = 0
-    """Tokens that went through the model, those computed again after a preemption included."""
-    generated_tokens: int = 0
-    draft_tokens: int = 0
-    """Guesses that were verified."""
-    accepted_draft_tokens: int = 0
-    """Those of them that were right and needed."""
-    finished: int = 0
-    aborted: int = 0
-    failed: int = 0
+    copies: list[RankCopies]
+    """The last that each worker rank has said."""
+    steps: int = counter("Batches sent to the worker")
+    computed_tokens: int = counter("Tokens that went through the model")
+    """Those computed again after a preemption included."""
+    generated_tokens: int = counter("Tokens sampled")
+    draft_tokens: int = counter("Draft tokens that were verified")
+    accepted_draft_tokens: int = counter("Draft tokens that were accepted")
+    finished: int = _ended()
+    aborted: int = _ended()
+    failed: int = _ended()
 
 
+@source("engine")
 class EngineCore:
     """Owns every request from submission to its last event. Single-threaded: the engine thread calls everything.
 
     Exactly one batch is in flight: `step` sends nothing until `on_step_result` took the last answer. Per step:
     match and allocate, drain the manager's swap step, send both as one batch; then take failures, tokens, commits.
     """
+
+    scheduler: Scheduler = part(Scheduler)
+    counters: EngineCounters = part(EngineCounters)
+    observe_first_token: Callable[[float], None] = histogram(
+        "From the arrival of a request to its first token",
+        "time_to_first_token_seconds",
+        buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    )
 
     def __init__(
         self,
@@ -95,8 +104,7 @@ class EngineCore:
         self.recorder = recorder
         self.peers = PeerRequests(manager, self.scheduler, remote=remote, offered=offered)
         self._lookahead = manager.config.lookahead_requests
-        self.observe_first_token: Callable[[float], None] = lambda seconds: None
-        """Told the seconds from arrival to first token of every request."""
+        self.observe_first_token = lambda seconds: None
         self._generations: dict[str, Generation] = {}
         self._in_flight: list[Scheduled] | None = None
         self._step_in_flight = -1
@@ -106,7 +114,7 @@ class EngineCore:
         self._closed: Failure | None = None
         self._num_ranks = num_ranks
         self._answers = RankAnswers(num_ranks)
-        self.counters = EngineCounters(copies=tuple(RankCopies() for _ in range(num_ranks)))
+        self.counters = EngineCounters([RankCopies() for _ in range(num_ranks)])
 
     @property
     def is_idle(self) -> bool:
@@ -309,8 +317,8 @@ class EngineCore:
         return min((each for each in (stored, self.peers.seconds_to_deadline()) if each is not None), default=None)
 
     def _take_transfers(self, rank: int, report: TransferReport) -> dict[str, str]:
-        """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""
-        self.counters.copies[rank].add(report)
+        """Reasons by id of the running requests that lost blocks to a failed copy."""
+        self.counters.copies[rank] = report.copies or self.counters.copies[rank]
         affected: dict[str, str] = {}
         for result in self._answers.take_report(rank, report).transfers:
             if not result.ok:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ....contract.messages import DeviceSlot
 from ....errors import CacheStateError
+from ....telemetry.metrics import counter, source
 from ....transfer.fetch import FetchResult
 from ....transfer.ledger import FetchEnd, FetchLedger, FetchOutcome
 from ....transfer.rank_messages import CancelFetch, StartFetch, TransferCommand
@@ -38,15 +39,16 @@ matched here is lost, and they are of no use.
 """
 
 
+@source("decode role")
 @dataclass
 class PrefillCounters:
     """Since the start. The engine thread writes; any thread may read single fields."""
 
-    prompts_recomputed: int = 0
-    """Requests whose prompt was computed here after all."""
-    recomputed_prompt_tokens: int = 0
-    prompts_declined: int = 0
-    """Requests with a prefill server that were computed here from the start: too little was missing."""
+    prompts_recomputed: int = counter("Requests whose prompt the decode server computed after all")
+    recomputed_prompt_tokens: int = counter("Tokens of these prompts that were not found here")
+    prompts_declined: int = counter(
+        "Requests whose prompt the decode server computed from the start: too little was missing"
+    )
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ....contract.messages import DeviceSlot, MatchResult, NoSpace
 from ....scheduler.cache_manager import CacheManager
 from ....scheduler.open_prefills import OpenPrefills
+from ....telemetry.metrics import gauge_of
 from .generation import Generation, State
 
 BY_ARRIVAL = attrgetter("arrival")
@@ -107,11 +108,13 @@ class Scheduler:
         return next((each for each in candidates if self._may_start(each) and not each.has_lost_offer), None)
 
     @property
+    @gauge_of("Requests by queue", "requests", state="running")
     def num_running(self) -> int:
         """Any thread may read it."""
         return len(self._running)
 
     @property
+    @gauge_of("Requests by queue", "requests", state="waiting")
     def num_waiting(self) -> int:
         """Any thread may read it."""
         return len(self._waiting)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from ....contract.batch_request import BatchRequest
-from ....contract.messages import CopyPath
+from ....contract.messages import BatchRequest, RankCopies
 from ....errors import ConfigError
 from ....storage.backends import make_link
 from ....storage.engine.link import StorageLink
@@ -67,8 +66,8 @@ class ProcessWorkerClient:
         """Where storage agents meet the engine, until every rank is ready."""
         self.storage: StorageLink | None = None
         """To the workers' storage agents, if there is storage."""
-        self.copy_paths: list[tuple[CopyPath, ...]] = []
-        """How each rank copies."""
+        self.copies: list[RankCopies] = []
+        """What each rank had counted when it was ready."""
         self.rank_infos: list[RankInfo] = []
         """Where other servers reach each rank, with a role."""
         try:
@@ -128,7 +127,7 @@ class ProcessWorkerClient:
             ready = rank.wait_ready()
             if ready.transfer is not None:
                 self.rank_infos.append(ready.transfer)
-            self.copy_paths.append(ready.paths)
+            self.copies.append(ready.copies)
         self._remove_directory()  # its names have served: from here on not even a SIGKILL leaves files behind
 
     def _require_start(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....contract.messages import CopyPath
+from ....contract.messages import RankCopies
 from ....storage.namespace import Namespace
 from ....transfer.role_info import RankInfo
 from ..settings import ServerConfig
@@ -32,7 +32,7 @@ class WorkerLaunch:
 class WorkerReady:
     """The model is loaded and both tiers are allocated."""
 
-    paths: tuple[CopyPath, ...] = ()
-    """How it copies, for the metrics."""
+    copies: RankCopies
+    """What it has counted."""
     transfer: RankInfo | None = None
     """Where other servers reach it, with a role."""

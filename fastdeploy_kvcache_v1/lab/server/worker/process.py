@@ -16,13 +16,12 @@ from multiprocessing.connection import Connection
 
 from msgspec.structs import replace
 
-from ....contract.batch_request import BatchRequest
+from ....contract.messages import BatchRequest
 from ....errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError, WorkerDiedError
 from ....storage.lane_agent import LaneAgent
 from ....transfer.rank_transfers import RankTransfers
 from ....transfer.role_info import RankInfo
 from ....worker.cache_controller import CacheController
-from ....worker.ops.copies import cpu_paths
 from ...child_processes import die_with_parent
 from ...model import configure_reproducible_math, load_model
 from ...model.copy_faults import VARIABLE, make_runtime
@@ -73,7 +72,7 @@ def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgen
         link.send(error if is_user_error else WorkerDiedError(f"the worker cannot start: {error!r}"))
         return 1
     info = None if transfers is None else RankInfo(transfers.port, transfers.plane_address, transfers.geometry)
-    link.send(WorkerReady(cpu_paths(), info))
+    link.send(WorkerReady(controller.copies, info))
     try:
         _loop(runner, link, transfers)
         controller.transfers.drain(DRAIN_TIMEOUT_S)

@@ -17,8 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ....contract.batch_request import BatchRequest
-from ....contract.messages import TransferReport
+from ....contract.messages import BatchRequest, TransferReport
 from ....errors import KVCacheError, WorkerDiedError
 from ....transfer.rank_messages import TransferNews
 from ...model.step import StepResult

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.contract.messages import BatchRequest
 from fastdeploy_kvcache_v1.lab.model.checksum import ChecksumModel
 from fastdeploy_kvcache_v1.lab.model.config import ChecksumConfig
 from fastdeploy_kvcache_v1.lab.model.ranks import Ranks, rank_pipes

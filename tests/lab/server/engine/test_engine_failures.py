@@ -1,7 +1,7 @@
 """The engine core when copies or computations fail: no wrong token, nothing counted as cached that was computed."""
 
 from fastdeploy_kvcache_v1.config import WritePolicy
-from fastdeploy_kvcache_v1.contract.messages import TransferResult
+from fastdeploy_kvcache_v1.contract.messages import RankCopies, TransferResult
 from fastdeploy_kvcache_v1.lab.model.step import StepResult, TransferReport
 from fastdeploy_kvcache_v1.lab.server.engine.engine_core import MAX_COPY_FAILURES
 from fastdeploy_kvcache_v1.lab.server.engine.generation import Failure
@@ -118,10 +118,12 @@ def test_requests_lose_a_step_to_what_the_worker_says_and_to_what_the_report_say
     assert new.tokens == expected_outputs([7, 8, 9], 2)
 
 
-def test_report_between_steps_is_counted():
-    harness = Harness(small())
-    harness.core.on_report(TransferReport((), 0.5))
-    assert harness.core.counters.copies[0].exposed_wait_s == 0.5
+def test_what_a_worker_counts_is_known_from_its_last_report():
+    """Also between two steps."""
+    harness, counted = Harness(small()), RankCopies(exposed_wait_s=0.5)
+    for report in (TransferReport((), 0.5, copies=counted), TransferReport()):
+        harness.core.on_report(report)
+    assert harness.core.counters.copies == [counted]
 
 
 def test_failure_told_twice_preempts_once():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.timings import PrefillTime
+from fastdeploy_kvcache_v1.contract.messages import PrefillTime
 from tests.lab.server.engine.storage_server import HostTierServer
 from tests.lab.server.engine.test_engine_storage import PROMPT, stored_by_a_first_server
 from tests.lab.server.harness import expected_outputs

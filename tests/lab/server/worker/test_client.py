@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.contract.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.contract.messages import BatchRequest
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.lab.model.step import StepTask

@@ -1,4 +1,4 @@
-"""Hit rates as FastDeploy's cache manager publishes them, over all matches of a window; metrics of one match."""
+"""FastDeploy's own gauges of the cache, and its metrics of one match."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...contract.messages import CacheLevel, DeviceSlot, MatchResult
+from ...scheduler.cache_manager import CacheManager
 
 WINDOW = 10_000
 """Matches after which FastDeploy counts anew."""
 
 
 class HitRates:
-    """Not thread-safe. Every match counts, also one that is rolled back: so FastDeploy's gauges mean it."""
+    """Of a window of matches, as FastDeploy counts them: also those that are rolled back. Not thread-safe."""
 
     def __init__(self) -> None:
         self.reset()
@@ -46,6 +47,33 @@ class HitRates:
         gauges.hit_token_rate.set((self.num_device_tokens + self.num_host_tokens) / tokens)
         gauges.gpu_hit_token_rate.set(self.num_device_tokens / tokens)
         gauges.cpu_hit_token_rate.set(self.num_host_tokens / tokens)
+
+
+class PoolGauges:
+    """Of the device blocks. `gauges` has FastDeploy's metric objects as attributes. The adapter's lock covers it."""
+
+    def __init__(self, manager: CacheManager, gauges: Any) -> None:
+        self._manager = manager
+        self._gauges = gauges
+        self._published = (-1, 0)
+        """Free device blocks and all device blocks, as the gauges show them."""
+
+    def publish_free(self) -> None:
+        """Set the gauges if their values changed: each costs a microsecond or two of the schedule loop."""
+        free, total = self._manager.num_free_device_blocks, self._manager.num_device_blocks
+        if (free, total) != self._published:
+            self._published = free, total
+            self._gauges.free_gpu_block_num.set(free)
+            self._gauges.available_gpu_resource.set(free / total)
+
+    def publish_size(self) -> None:
+        self._gauges.max_gpu_block_num.set(self._manager.num_device_blocks)
+        self.publish_empty()
+
+    def publish_empty(self) -> None:
+        """No request uses a block; FastDeploy itself follows this gauge from here on."""
+        self._gauges.available_gpu_block_num.set(self._manager.num_device_blocks)
+        self.publish_free()
 
 
 def match_metrics(match: MatchResult, table: Sequence[DeviceSlot]) -> dict[str, Any]:
