@@ -40,6 +40,7 @@ def test_ready_line_is_one_line_with_a_request_to_paste(server):
     assert f"{server.url}/v1/completions" in line
     assert "random model" in line
     body = json.loads(line.rstrip()[line.index("-d '") + 4 : -1])
+    assert [name for name in server.metrics() if name.startswith("copy_path")], "also before the first request"
     cached = []
     for _ in range(2):
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).json()

@@ -8,6 +8,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, ranks, role_caches, settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
@@ -21,6 +22,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Capabilit
 from fastdeploy_kvcache_v1.fastdeploy_integration.settings import LOG_DIRECTORY
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry, RoleGeometry
+from fastdeploy_kvcache_v1.transfer.ledger import Ledger
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
@@ -204,6 +206,14 @@ def test_workers_and_fastdeploy_are_told_what_a_role_needs(engine):
         told = [os.environ[name] for name in (role_caches.WAIT_FOR_ANSWER, role_caches.ASK_UNTIL_GRANTED)]
         assert told == ["1", "0"], "what the user has set is kept, and asking again is ours"
     assert engine.cache.followers.passes_over(None, None) is False, "requests wait for another server"
+
+
+def test_what_a_role_counts_is_exported_with_its_side(engine):
+    shown = [part for part in engine.cache.publisher._parts if isinstance(part[0], Ledger | Grants)]
+    if isinstance(engine.cache, role_caches.PrefillCache):
+        assert shown == [(engine.cache.leases.ledger, ("prefill",))]
+    else:
+        assert shown == [(engine.cache.grants.ledger, ("decode",)), (engine.cache.grants, ())]
 
 
 @prefill

@@ -37,6 +37,19 @@ def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_insid
     assert all(each.seconds >= 0 for each in timed)
 
 
+def test_what_was_counted_outlives_the_tensors_also_where_blocks_change(make_cache):
+    reports = []
+    cache = make_cache(tell_copies=reports.append)
+    for step, layers in enumerate((1, 2)):
+        register(cache, layers=layers)
+        cache.receive([task(SwapStep(step, (evict((1, 3)),)), previous=step - 1)])
+        cache.begin_forward(layer_by_layer=False)
+        cache._controller.transfers.drain()
+        cache.end_forward()
+        cache.unregister(MAIN)
+    assert reports[-1].copies.swap_out.blocks == 2
+
+
 class RecordingStorage(RankStorage):
     uses_device_tier = True
 

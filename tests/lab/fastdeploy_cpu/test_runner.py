@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.batch_rows import FAILED, NO_TOKEN
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.runner import MAX_RETRIES, stats_file
 from fastdeploy_kvcache_v1.lab.model.random_directory import write_random_directory, write_seed
 from fastdeploy_kvcache_v1.lab.model.step import StepResult
+from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.lab.model.test_ranks import on_all
 from tests.lab.server.engine.family_engine import rank_group
@@ -179,6 +180,7 @@ def test_storage_of_device_blocks_hears_of_passes(make_runner):
     assert used == [runner._controller]
     assert not runner.not_need_stop()
     assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (-1, True)
+    assert reports[-1].copies.paths == cpu_paths(), "a worker without work says how it copies"
     runner.insert_tasks([with_swaps(prefill(0, "a", PROMPT, range(4)), 0)])
     assert runner.not_need_stop()
     runner.execute(1)
