@@ -279,7 +279,7 @@ def test_a_directory_that_somebody_else_could_have_made_is_refused(path, make, r
 
 
 PATHS = CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")
-COPIES = RankCopies(CopyTotals(1, 2, 0.5, 3), CopyTotals(4, 5, 0.25, 6), 0.125, PATHS)
+COPIES = RankCopies(CopyTotals(1, 2, 0.5, 3), CopyTotals(4, 5, 0.25, 6), exposed_wait_s=0.125, paths=PATHS)
 FAILED = (
     TransferResult(7, *EVICT, 2, 0, 0.0, (4, 5), "OSError: bus error"),
     TransferResult(8, *SWAP_IN, 1, 0, 0.0, (9,), "late"),
