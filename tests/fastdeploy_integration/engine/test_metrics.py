@@ -70,7 +70,7 @@ def reports(*latest, **numbers):
     return bare(CopyReports, latest=lambda: latest, **{"num_lost": 0, "num_unreadable": 0, **numbers})
 
 
-def test_every_number_of_the_scheduler_half_is_published_under_its_own_name(publisher, samples):
+def test_each_number_of_the_scheduler_half_is_published_under_its_name(publisher, samples):
     publisher.publish()
     stats = publisher._adapter.manager.stats()
     expected = {(named(each),): value for each in source_of(stats).numbers for _, value in each.samples(stats)}
