@@ -34,7 +34,7 @@ class Exported:
                 return Histogram(name, text, labels, buckets=metric.buckets)
             if metric.kind is Kind.COUNTER:
                 return Counter(name, text, labels)
-            # Of that for which there are several samples, several engines of one server show the same.
+            # Engines of one server have their own blocks and requests, and the same ways of copying.
             return Gauge(name, text, labels, multiprocess_mode="livemax" if metric.each else "livesum")
 
         look_for_lock_of_values()
