@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..contract.messages import PassProgress, PrefillTime, RankCopies, TransferResult
+from ..contract.messages import TransferReport
 from ..errors import MessageVersionError
 from ..forks import SOCKET_DIRECTORIES
 
@@ -33,18 +33,10 @@ class CopyReport(msgspec.Struct, frozen=True):
     """Names the process: a worker that starts again counts from 0 again, under another name."""
     number: int
     """Counts the reports of the process from 0, those that it could not send included."""
-    copies: RankCopies
-    """Everything that the process has counted."""
-    failed: tuple[TransferResult, ...] = ()
-    """Copies that failed since the last report that was sent."""
-    ended_through: int = -1
-    """See `TransferReport.ended_through`."""
+    news: TransferReport
+    """Since the last report that was sent; of copies, those that failed. Its totals are of the process."""
     unlisted_through: int = -1
     """Copies of this step and earlier ones may have failed without being in any report: there were too many."""
-    passes: PassProgress | None = None
-    """The latest news of forward passes; None where nobody asks for them."""
-    prefills: tuple[PrefillTime, ...] = ()
-    """Passes that were measured since the last report that was sent."""
 
     def dumps(self) -> bytes:
         return msgspec.json.encode((SHAPE, self))

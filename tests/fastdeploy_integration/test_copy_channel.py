@@ -76,7 +76,7 @@ def failed(*steps):
 
 
 def blocks_by_rank(reports):
-    return {report.rank: report.copies.swap_out.blocks for report in reports.latest()}
+    return {report.rank: report.news.copies.swap_out.blocks for report in reports.latest()}
 
 
 def steps_failed(reports, count):
@@ -121,7 +121,7 @@ def test_each_ranks_failures_arrive_once_and_in_step_order(channel):
     assert [[step for step in steps if step % 2 == rank] for rank in (0, 1)] == [[*range(0, 40, 2)], [*range(1, 40, 2)]]
     assert reports.take().failed == ()
     assert (reports.num_lost, reports.num_unreadable) == (0, 0)
-    assert {report.rank: report.copies.swap_out.failures for report in reports.latest()} == {0: 20, 1: 20}
+    assert {report.rank: report.news.copies.swap_out.failures for report in reports.latest()} == {0: 20, 1: 20}
 
 
 def test_the_first_step_tells_how_the_worker_copies(channel):
@@ -131,7 +131,7 @@ def test_the_first_step_tells_how_the_worker_copies(channel):
         worker.tell(report)
     wait_for(lambda: blocks_by_rank(reports) == {2: 1}, "a block")
     (report,) = reports.latest()
-    assert (report.number, report.copies.paths) == (1, paths), "two reports: the first, and the copy's"
+    assert (report.number, report.news.copies.paths) == (1, paths), "two reports: the first, and the copy's"
 
 
 def test_what_prefills_took_arrives_once_and_by_rank(channel):
@@ -177,7 +177,7 @@ def test_another_worker_of_a_rank_counts_from_0(channel):
             worker.tell(report)
         assert steps_failed(reports, len(steps)) == list(steps)
         worker.close()
-    assert [report.copies.swap_out.failures for report in reports.latest()] == [3, 1]
+    assert [report.news.copies.swap_out.failures for report in reports.latest()] == [3, 1]
     assert reports.num_lost == 0
 
 
@@ -290,7 +290,7 @@ FAILED = (
 def test_a_report_survives_the_message(failed):
     prefills = PrefillTime(100, 5000.5, 0.3), PrefillTime(64, 1.0, 1e-5)
     for passes in (None, PassProgress(8, 12345.678901234567), PassProgress(-1, 0.1, True)):
-        report = CopyReport(3, "17-1", 12, COPIES, failed, 8, 2, passes, prefills)
+        report = CopyReport(3, "17-1", 12, TransferReport(failed, 0.5, 8, passes, prefills, COPIES), 2)
         assert CopyReport.loads(report.dumps()) == report
 
 
@@ -305,8 +305,9 @@ def test_a_report_with_another_field_is_refused_in_one_line():
 
 
 def message(**changed):
-    whole = msgspec.to_builtins(CopyReport(0, "w", 0, COPIES, FAILED, passes=PassProgress(1, 0.5)))
-    return json.dumps([SHAPE, whole | changed]).encode()
+    whole = msgspec.to_builtins(CopyReport(0, "w", 0, TransferReport(FAILED, copies=COPIES)))
+    news = whole["news"] | changed
+    return json.dumps([SHAPE, {**whole, "news": news}]).encode()
 
 
 @pytest.mark.parametrize(
@@ -321,9 +322,9 @@ def message(**changed):
         json.dumps([SHAPE]).encode(),
         json.dumps([SHAPE, {}]).encode(),
         json.dumps([SHAPE, [0, "w", 0]]).encode(),
-        message(rank="x"),
+        message(exposed_wait_s="x"),
         message(copies={"swap_in": {"blocks": "many"}}),
-        message(failed=[[1, "device", "moon", 1, [1], "e"]]),
+        message(transfers=[[1, "device", "moon", 1, [1], "e"]]),
         message(ended_through=None),
         message(passes=[0, "x", True]),
         message(prefills=[[1, 2]]),

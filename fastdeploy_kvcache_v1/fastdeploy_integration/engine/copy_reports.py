@@ -150,8 +150,9 @@ class CopyReports:
         if (before := self._latest.get(report.worker)) is not None:
             self.num_lost += report.number - before.number - 1
         self._latest[report.worker] = report
+        news = report.news
         with self._lock:
-            for result in report.failed:
+            for result in news.transfers:
                 if (name := (result.step, result.target)) not in self._told:
                     self._told[name] = None
                     self._failed.append(result)
@@ -160,11 +161,11 @@ class CopyReports:
             self._unlisted_through = max(self._unlisted_through, report.unlisted_through)
             while len(self._failed) > MAX_FAILURES:
                 self._unlisted_through = max(self._unlisted_through, self._failed.popleft().step)
-            self._ended_through[report.rank] = report.ended_through
-            if report.passes is not None:
-                self._passes[report.rank] = report.passes
-            if report.prefills:
-                self._prefills[report.rank].extend(report.prefills)
+            self._ended_through[report.rank] = news.ended_through
+            if news.passes is not None:
+                self._passes[report.rank] = news.passes
+            if news.prefills:
+                self._prefills[report.rank].extend(news.prefills)
             self._has_news = True
 
 

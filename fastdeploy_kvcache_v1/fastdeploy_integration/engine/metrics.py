@@ -119,5 +119,6 @@ class CacheMetricsPublisher:
             return
         exported(source_of(self.reports)).publish(self.reports, (), self._counted)
         for report in self.reports.latest():
-            counted = self._counted_copies[report.worker]  # a process that took over a rank counts from 0 again
-            exported(source_of(report.copies)).publish(report.copies, (str(report.rank),), counted)
+            if (copies := report.news.copies) is not None:
+                counted = self._counted_copies[report.worker]  # a process that took over a rank counts from 0 again
+                exported(source_of(copies)).publish(copies, (str(report.rank),), counted)

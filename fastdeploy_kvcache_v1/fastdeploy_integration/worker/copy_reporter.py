@@ -61,9 +61,14 @@ class CopyReporter:
             self._unlisted_through = max(self._unlisted_through, self._untold.popleft().step)
         if self._socket is None:
             self._socket = self._connect()
-        steps = self._ended_through, self._unlisted_through, self._passes
-        untold = tuple(self._untold), *steps, tuple(self._prefills)
-        message = CopyReport(self._rank, self._worker, self._number, self._copies, *untold).dumps()
+        news = TransferReport(
+            tuple(self._untold),
+            ended_through=self._ended_through,
+            passes=self._passes,
+            prefills=tuple(self._prefills),
+            copies=self._copies,
+        )
+        message = CopyReport(self._rank, self._worker, self._number, news, self._unlisted_through).dumps()
         self._number += 1
         with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers
             self._socket.send(message, zmq.NOBLOCK)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, CopyPath, RankCopies, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import EVICT, CopyPath, RankCopies, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
@@ -66,6 +66,10 @@ def publisher(samples, monkeypatch):
     return metrics.CacheMetricsPublisher(adapter, bare(Overlay, num_changed_bodies=3))
 
 
+def reported(worker, copies, rank=0):
+    return CopyReport(rank, worker, 0, TransferReport(copies=copies))
+
+
 def reports(*latest, **numbers):
     return bare(CopyReports, latest=lambda: latest, **{"num_lost": 0, "num_unreadable": 0, **numbers})
 
@@ -97,7 +101,7 @@ def test_every_metric_that_the_docs_have_of_fastdeploy_is_published(publisher, s
     ):
         publisher.add(part, *added)
     tier.observe_latency("load", 0.25)
-    publisher.reports = reports(CopyReport(0, "w", 0, RankCopies(paths=paths)))
+    publisher.reports = reports(reported("w", RankCopies(paths=paths)))
     publisher.publish()
     shown = {name for name, *_ in samples()}
     here = [each for each in sources() if each.servers != "embedded server"]
@@ -127,12 +131,12 @@ def test_a_last_look_before_a_pause_does_not_wait_for_its_turn(publisher, sample
 
 
 def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, samples):
-    first, second = (CopyReport(0, worker, 0, RankCopies()) for worker in ("first", "second"))
+    first, second = (reported(worker, RankCopies()) for worker in ("first", "second"))
     publisher.reports = reports(first, second, num_lost=7, num_unreadable=8)
     publisher.publish()
     assert [samples()[f"copy_reports_{kind}_total",] for kind in ("lost", "unreadable")] == [7, 8]
     for report, blocks, shown in ((first, 3, 3), (first, 2, 5), (second, 4, 9)):
-        report.copies.add(TransferResult(0, *EVICT, blocks, 0, 0.0))
+        report.news.copies.add(TransferResult(0, *EVICT, blocks, 0, 0.0))
         for _ in range(2):
             publisher.publish()
         assert samples()["swap_blocks_total", ("direction", "out"), ("rank", "0")] == shown
@@ -143,7 +147,7 @@ def test_ways_of_copying_are_shown_until_others_take_their_place(publisher, samp
 
     def shown(worker, *paths):
         copies = RankCopies(paths=tuple(CopyPath("in", *path) for path in paths))
-        publisher.reports = reports(CopyReport(1, worker, 0, copies))
+        publisher.reports = reports(reported(worker, copies, rank=1))
         publisher.publish()
         labelled = [(dict(labels), sample) for (name, *labels), sample in samples().items() if name == "copy_path"]
         assert all((each["direction"], each["rank"]) == ("in", "1") for each, _ in labelled)
