@@ -150,6 +150,18 @@ def test_what_prefills_took_arrives_once_and_by_rank(channel):
     assert reports.take().prefills == {}, "each once"
 
 
+def test_ended_steps_and_passes_arrive_by_rank(channel):
+    reports, worker, progress = channel.reports(), channel.worker(1), PassProgress(7, 0.5)
+    worker.tell(TransferReport(ended_through=6, passes=progress))
+    wait_for(lambda: reports._has_news, "a report")
+    news = reports.take()
+    assert (news.ended_through, news.passes) == ({1: 6}, {1: progress})
+    worker.tell(TransferReport(ended_through=8))
+    wait_for(lambda: reports._has_news, "another report")
+    news = reports.take()
+    assert (news.ended_through, news.passes) == ({1: 8}, {1: progress}), "the latest that is known"
+
+
 # ---- who ends and starts again
 
 
