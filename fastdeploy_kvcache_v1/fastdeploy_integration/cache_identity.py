@@ -22,7 +22,7 @@ SALT, NO_READS, NO_WRITES = "cache_salt", "skip_reading_prefix_cache", "skip_wri
 NEITHER = "disable_prefix_caching"
 """Both at once, by FastDeploy's name: a release may have it itself."""
 
-FIELDS = (SALT, NO_READS, NO_WRITES, NEITHER)
+FIELDS: dict[str, type] = {SALT: str, NO_READS: bool, NO_WRITES: bool, NEITHER: bool}
 
 MAX_SALT_CHARACTERS = 1024
 
@@ -32,14 +32,9 @@ def add_body_fields(body: Any) -> None:
     from pydantic import BeforeValidator
     from pydantic.fields import FieldInfo
 
-    kinds: dict[str, Any] = {
-        SALT: Annotated[str, BeforeValidator(_checked_salt)] | None,
-        NO_READS: bool | None,
-        NO_WRITES: bool | None,
-        NEITHER: bool | None,
-    }
-    for name, kind in ((name, kind) for name, kind in kinds.items() if name not in body.model_fields):
-        body.model_fields[name] = FieldInfo(annotation=kind, default=None)
+    for name in (each for each in FIELDS if each not in body.model_fields):
+        kind: Any = Annotated[str, BeforeValidator(_checked_salt)] if name == SALT else FIELDS[name]
+        body.model_fields[name] = FieldInfo(annotation=kind | None, default=None)
     body.model_rebuild(force=True)
     for model in vars(sys.modules[body.__module__]).values():  # a line of a batch file has a compiled copy of its body
         if any(field.annotation is body for field in getattr(model, "model_fields", {}).values()):
