@@ -1,17 +1,24 @@
-"""One frozen, validated settings object for the scheduler half, and what commands and servers say about it.
+"""One frozen, validated settings object for the scheduler half.
 
-Defaults of these settings stand here only: both servers, `replay` and the benchmarks take them from here. Those of
-the embedded server's other flags are in `lab/server/settings.py`; FastDeploy's block size is FastDeploy's own.
+Defaults of these settings stand here only: both servers, `replay` and the benchmarks take them from here, the flags
+among them by `contract/flags.py`. FastDeploy's block size is FastDeploy's own.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import ConfigError
 
-__all__ = ["KVCacheConfig", "WritePolicy"]
+__all__ = ["KVCacheConfig", "WritePolicy", "one_of"]
+
+
+def one_of(name: str, choices: Iterable[str], given: object) -> None:
+    """Raises `ConfigError` for what is none of the `choices`; `name` is what the user knows the setting by."""
+    if given not in (known := tuple(choices)):
+        raise ConfigError(f"{name} must be one of {', '.join(known)}, got {given!r}")
 
 
 class WritePolicy(str, enum.Enum):
@@ -27,25 +34,15 @@ class WritePolicy(str, enum.Enum):
     """When the device tier evicts it."""
 
     @classmethod
-    def choices(cls) -> str:
-        return ", ".join(policy.value for policy in cls)
-
-    @classmethod
-    def parse(cls, text: str) -> WritePolicy:
-        """Raises `ConfigError` naming the choices."""
-        try:
-            return cls(text)
-        except ValueError:
-            raise ConfigError(f"unknown write policy {text!r}: choose one of {cls.choices()}") from None
-
-    @classmethod
     def chosen(cls, policy: str | None, threshold: int | None, *, stores: bool = False) -> WritePolicy:
         """What a user who gave these flags, or None, wants: a threshold alone means `write_through_selective`.
 
         `stores`: storage takes what reaches the host. For others to find a block soon, it must get there at once.
+        Raises `ConfigError`.
         """
         if policy:
-            return cls.parse(policy)
+            one_of("--write-policy", cls, policy)
+            return cls(policy)
         if threshold is not None:
             return cls.WRITE_THROUGH_SELECTIVE
         return cls.WRITE_THROUGH if stores else cls.AUTO
@@ -53,15 +50,6 @@ class WritePolicy(str, enum.Enum):
 
 DEFAULT_PORT = 8000
 """Of both servers."""
-
-HELP = {
-    "block_size": "tokens per cache block",
-    "write_policy": f"when a block gets its host copy: {WritePolicy.choices()} (default: auto; with storage: "
-    "write_through; with --write-through-threshold: write_through_selective)",
-    "write_through_threshold": "hits after which write_through_selective copies a block (default: 2)",
-    "eviction_policy": "which block the cache gives up first: adaptive, or lru",
-}
-"""Help texts of flags, by field of `KVCacheConfig`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,8 @@ class KVCacheConfig:
     """Blocks that events not taken yet may name; past it, `take_events` describes the whole cache. 0: no events."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "write_policy", WritePolicy.parse(self.write_policy))
+        one_of("write_policy", WritePolicy, self.write_policy)
+        object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
         for name, least in (
             ("num_device_blocks", 1),
             ("num_host_blocks", 0),

@@ -16,7 +16,7 @@ MODULES = {
     "": ("msgspec", "numpy", "psutil", "pyroaring", "tomli", "tqdm", "wrapt"),
     "embedded": (
         "PIL", "anyio", "fastapi", "filelock", "gguf", "httpx", "paddle", "prometheus_client", "pydantic",
-        "safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "xxhash", "zmq",
+        "safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "xxhash", "yaml", "zmq",
     ),
     "demo": ("matplotlib", "rich"),
     "gpu": ("cupy",),

@@ -19,7 +19,7 @@ def run(capsys, *argv):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([*RANDOM, "--write-policy", "never"], "unknown write policy 'never'"),
+        ([*RANDOM, "--write-policy", "never"], "--write-policy must be one of auto, "),
         ([*RANDOM, "--swap-space", "1e9"], "--swap-space 1e+09 GiB is more than"),
         (["serve", "--model", "/does/not/exist"], "model directory /does/not/exist does not exist"),
         ([*RANDOM, "--data-parallel-size", "2"], "unrecognized arguments: --data-parallel-size 2"),

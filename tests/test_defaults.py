@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1.config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
+from fastdeploy_kvcache_v1.config import DEFAULT_PORT, KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.contract.flags import add_flags
 from fastdeploy_kvcache_v1.lab import replay
 from fastdeploy_kvcache_v1.lab.model.config import load_model_config
-from fastdeploy_kvcache_v1.lab.server.settings import add_serve_arguments, server_config
+from fastdeploy_kvcache_v1.lab.server.settings import FLAGS, server_config
 from fastdeploy_kvcache_v1.switch import SWITCH, is_enabled
 from fastdeploy_kvcache_v1.units import GIB
 
@@ -27,19 +27,16 @@ CHOSEN = [
 """What is given, whether there is storage, and what follows."""
 
 
-def parser_of(add_arguments):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser
-
-
 def served(*words):
-    args = parser_of(add_serve_arguments).parse_args(words)
-    return server_config(args, load_model_config(None), free_bytes=8 * GIB)
+    parser = argparse.ArgumentParser()
+    add_flags(parser, FLAGS)
+    return server_config(parser.parse_args(words), load_model_config(None), free_bytes=8 * GIB)
 
 
 def test_replay_has_the_defaults_of_the_config():
-    config = replay.command.options_from(parser_of(replay.add_arguments).parse_args(["trace"])).config
+    parser = argparse.ArgumentParser()
+    replay.add_arguments(parser)
+    config = replay.command.options_from(parser.parse_args(["trace"])).config
     assert [getattr(config, name) for name in SHARED] == [getattr(KVCacheConfig, name) for name in SHARED]
 
 
@@ -61,23 +58,6 @@ def test_the_embedded_server_has_the_defaults_of_the_config():
     config = served()
     assert [getattr(config.cache, name) for name in SHARED] == [getattr(KVCacheConfig, name) for name in SHARED]
     assert config.port == DEFAULT_PORT
-
-
-def test_fastdeploy_gets_the_defaults_of_the_config(monkeypatch):
-    for variable in (settings.POLICY_VARIABLE, settings.THRESHOLD_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    assert settings.write_policy(None, None, stores=False) is KVCacheConfig.write_policy
-    assert settings.write_policy(None, 3, stores=False) is WritePolicy.WRITE_THROUGH_SELECTIVE
-    assert settings.write_policy(None, None, stores=True) is WritePolicy.WRITE_THROUGH
-    assert settings.write_through_threshold(None) == KVCacheConfig.write_through_threshold
-    assert config_patches._NewArguments().eviction_policy == KVCacheConfig.eviction_policy
-
-
-@pytest.mark.parametrize("add_arguments", [replay.add_arguments, add_serve_arguments])
-def test_flags_that_two_commands_share_have_one_help_text(add_arguments):
-    helps = {action.dest: action.help for action in parser_of(add_arguments)._actions}
-    for name in SHARED:
-        assert helps[name].startswith(HELP[name])
 
 
 def constants_of(path):

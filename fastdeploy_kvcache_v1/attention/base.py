@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import one_of
 from ..errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "ROLE_TENSOR_NAMES", "AttentionCacheBackend", "CacheLayout", "RoleSpec", "tensor_name"]
@@ -31,10 +32,8 @@ class RoleSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.role not in ROLE_TENSOR_NAMES:
-            raise ConfigError(f"unknown cache role {self.role!r}: choose one of {', '.join(ROLE_TENSOR_NAMES)}")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"unsupported cache dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}")
+        one_of("the cache role", ROLE_TENSOR_NAMES, self.role)
+        one_of("the cache dtype", DTYPE_BYTES, self.dtype)
         if not self.block_shape or min(self.block_shape) < 1:
             raise ConfigError(f"cache role {self.role} has an empty block shape {self.block_shape}")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter, signature
 
+from ..config import one_of
 from ..errors import ConfigError
 from .base import AttentionCacheBackend, CacheLayout, RoleSpec
 
@@ -63,8 +64,7 @@ class GQACacheBackend(AttentionCacheBackend):
         *,
         scale_dtype: str | None = None,
     ) -> None:
-        if dtype not in GQA_DTYPES:
-            raise ConfigError(f"unsupported cache dtype {dtype!r}: choose one of {', '.join(GQA_DTYPES)}")
+        one_of("the cache dtype", GQA_DTYPES, dtype)
         shape = (num_kv_heads, block_size, head_dim)
         roles = [RoleSpec("key", shape, dtype), RoleSpec("value", shape, dtype)]
         if scale_dtype is not None:
@@ -136,6 +136,5 @@ def needed_numbers(family: str) -> tuple[str, ...]:
 
 
 def _parameters(family: str) -> dict[str, Parameter]:
-    if family not in FAMILIES:
-        raise ConfigError(f"unknown attention family {family!r}: choose one of {', '.join(FAMILIES)}")
+    one_of("the attention family", FAMILIES, family)
     return dict(signature(FAMILIES[family]).parameters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import os
@@ -11,37 +10,21 @@ from typing import Any
 
 import wrapt
 
-from ..config import HELP, KVCacheConfig, WritePolicy
-from ..errors import ConfigError
+from ..config import KVCacheConfig, WritePolicy
+from ..contract.flags import SWAP_SPACE, WRITE_POLICY, add_flags
 from ..storage.attention_store.sdk import require_installed, require_layout
-from ..storage.settings import HELP as STORAGE_HELP
-from ..storage.settings import StorageSettings, takes_host_blocks
+from ..storage.settings import takes_host_blocks
 from ..switch import SWITCH
-from ..units import GIB
 from .backends import MLA
 from .refusals import require_served
-from .settings import write_policy, write_through_threshold
-from .storage_channel import storage_settings
-from .swap_space import host_layout, require_amount, size_host_tier
+from .settings import ADDED_FLAGS, storage_settings
+from .swap_space import host_layout, size_host_tier
 
 logger = logging.getLogger(__name__)
 
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-
-@dataclasses.dataclass
-class _NewArguments:
-    """Fields for FastDeploy's `EngineArgs`, each with a flag in `add_cli_arguments` and a name in `adds` of the patch
-    table.
-    """
-
-    write_through_threshold: int | None = None
-    eviction_policy: str = KVCacheConfig.eviction_policy
-    kvcache_storage_dir: str | None = None
-    kvcache_storage_gib: float = StorageSettings.capacity_bytes / GIB
-    storage_prefetch: str = StorageSettings.prefetch.value
 
 
 def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:
@@ -51,16 +34,17 @@ def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:
 
 def add_arguments(engine_args: Any) -> None:
     """Extends the dataclass `EngineArgs` by our arguments, and gives it our default policy."""
-    for name, field in _NewArguments.__dataclass_fields__.items():
-        engine_args.__dataclass_fields__[name] = field
-        setattr(engine_args, name, field.default)
+    added = dataclasses.make_dataclass("Added", [(flag.name, Any, flag.default) for flag in ADDED_FLAGS])
+    for field in dataclasses.fields(added):
+        engine_args.__dataclass_fields__[field.name] = field
+        setattr(engine_args, field.name, field.default)
     engine_args.write_policy = None
     wrapt.wrap_function_wrapper(engine_args, "__init__", _init_arguments)
 
 
 def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    for name, field in _NewArguments.__dataclass_fields__.items():
-        setattr(instance, name, kwargs.pop(name, field.default))
+    for flag in ADDED_FLAGS:
+        setattr(instance, flag.name, kwargs.pop(flag.name, flag.default))
     given = {"write_policy": None, **kwargs}
     wrapped(*args, **given)
     if given.get("splitwise_role") == "decode" and not instance.enable_prefix_caching:
@@ -70,54 +54,40 @@ def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `EngineArgs.add_cli_args`: the choices of --write-policy, and the flags that FastDeploy does not have."""
-    from ..scheduler.policies.eviction import known_eviction_policy  # workers, who parse nothing, do without it
+    """Wraps `EngineArgs.add_cli_args`: our meaning of --write-policy, and the flags that FastDeploy does not have.
 
-    def eviction_policy(name: str) -> str:
-        try:
-            return known_eviction_policy(name)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
+    `init_cache_config` checks the values: they may come from a file, too.
+    """
     parser = wrapped(*args, **kwargs)
-    policy = parser._option_string_actions["--write-policy"]
-    policy.choices = [each.value for each in WritePolicy]
-    policy.default = None
-    policy.help = f"{HELP['write_policy']} (--swap-space)"
-    parser.add_argument("--write-through-threshold", type=int, help=HELP["write_through_threshold"])
-    parser.add_argument(
-        "--eviction-policy",
-        type=eviction_policy,
-        default=KVCacheConfig.eviction_policy,
-        help=f"{HELP['eviction_policy']} (%(default)s)",
-    )
-    for name, type_ in (("kvcache_storage_dir", str), ("kvcache_storage_gib", float), ("storage_prefetch", str)):
-        default = _NewArguments.__dataclass_fields__[name].default
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type_, default=default, help=STORAGE_HELP[name])
+    policy = parser._option_string_actions[WRITE_POLICY.option]
+    policy.choices, policy.default, policy.help = None, None, f"{WRITE_POLICY.full_help} (--swap-space)"
+    add_flags(parser, ADDED_FLAGS, with_defaults=True)
     return parser
 
 
 def add_cache_fields(cache_config: Any) -> None:
     """Extends `CacheConfig`: it takes over the arguments whose names it has as attributes."""
-    for name in _NewArguments.__dataclass_fields__:
-        setattr(cache_config, name, None)
+    for flag in ADDED_FLAGS:
+        setattr(cache_config, flag.name, None)
     cache_config.sized_by_swap_space = False
     cache_config.host_block_bytes = None
 
 
 def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `CacheConfig.__init__`: defaults (from the environment in workers) and validation.
+    """Wraps `CacheConfig.__init__`: defaults and validation.
 
     Raises `ConfigError`, for an amount of memory before FastDeploy computes with it: its own error names no flag.
     """
     given = kwargs["args"] if "args" in kwargs else args[0]
-    if given.get("swap_space") is not None:
-        require_amount(given["swap_space"])
+    for flag in (SWAP_SPACE, WRITE_POLICY, *ADDED_FLAGS):
+        if (value := given.get(flag.name)) is not None:
+            flag.checked(value)
     wrapped(*args, **kwargs)
     instance.sized_by_swap_space = bool(instance.swap_space) and given.get("num_cpu_blocks") is None
     stores = takes_host_blocks(instance.kvcache_storage_backend)
-    instance.write_policy = write_policy(instance.write_policy, instance.write_through_threshold, stores=stores).value
-    instance.write_through_threshold = write_through_threshold(instance.write_through_threshold)
+    threshold = instance.write_through_threshold
+    instance.write_policy = WritePolicy.chosen(instance.write_policy, threshold, stores=stores).value
+    instance.write_through_threshold = KVCacheConfig.write_through_threshold if threshold is None else threshold
 
 
 def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:

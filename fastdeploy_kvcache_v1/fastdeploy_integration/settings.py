@@ -1,20 +1,30 @@
-"""What the command line says about the cache, and how it reaches the workers: they take no flags of ours."""
+"""The flags that this package adds to FastDeploy's, and what the engine tells the workers: they get no flags."""
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 from collections.abc import MutableMapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..config import KVCacheConfig, WritePolicy
+from ..contract.flags import CACHE_FLAGS, SWAP_SPACE, WRITE_POLICY
 from ..errors import ConfigError
-from ..storage.settings import StorageSettings
-from ..units import GIB
+from ..scheduler.policies.eviction import EVICTION_POLICY
+from ..storage.settings import STORAGE_FLAGS, StorageSettings
+from .copy_report import socket_path
 
-POLICY_VARIABLE = "FD_KVCACHE_V1_WRITE_POLICY"
-THRESHOLD_VARIABLE = "FD_KVCACHE_V1_WRITE_THROUGH_THRESHOLD"
+ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FLAGS) if flag.fastdeploy == "added")
+"""Fields of FastDeploy's `EngineArgs` and `CacheConfig` that it does not have itself."""
+
 BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
+STORAGE_VARIABLE = "FD_KVCACHE_V1_STORAGE"
+SESSION_VARIABLE = "FD_KVCACHE_V1_STORAGE_SESSION"
+DIRECTORY_VARIABLE = "FILE_BACKEND_STORAGE_DIR"
+"""FastDeploy's own, for its file store."""
 
 RUN_DIRECTORY = "FASTDEPLOY_KVCACHE_CPU_RUN"
 """Names the private directory of a server that computes on the CPU, in each of its processes."""
@@ -27,73 +37,66 @@ def log_directory() -> Path:
     return Path(os.environ.get(LOG_DIRECTORY, "log"))
 
 
-def write_policy(given: str | None, threshold: int | None, *, stores: bool) -> WritePolicy:
-    """The policy `given`, else that of the environment, else what follows from the rest, see `WritePolicy.chosen`.
-    Raises `ConfigError`.
-    """
-    return WritePolicy.chosen(given or os.environ.get(POLICY_VARIABLE), threshold, stores=stores)
-
-
-def write_through_threshold(given: int | None) -> int:
-    """The threshold `given`, else that of the environment, else the default. Raises `ConfigError`."""
-    text = str(os.environ.get(THRESHOLD_VARIABLE, KVCacheConfig.write_through_threshold) if given is None else given)
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--write-through-threshold must be a whole number of at least 1, got {text}")
-    return int(text)
-
-
 def host_block_bytes() -> int | None:
     """Bytes of a host block by which the engine sized the tier; None when it did not."""
     text = os.environ.get(BLOCK_BYTES_VARIABLE)
     return int(text) if text else None
 
 
+def storage_settings(cache: Any) -> StorageSettings | None:
+    """What a `CacheConfig` asks for: in the engine by its flags, in a worker, which gets none, by the environment.
+
+    None without storage. Raises `ConfigError`.
+    """
+    if not cache.kvcache_storage_backend:
+        return None
+    if cache.kvcache_storage_gib is None:  # a worker
+        exported = os.environ.get(STORAGE_VARIABLE)
+        if not exported:
+            raise ConfigError(f"the engine has not told this worker of its storage: {STORAGE_VARIABLE} is not set")
+        return StorageSettings(**json.loads(exported))
+    return StorageSettings.of_flags(cache, directory=os.environ.get(DIRECTORY_VARIABLE))
+
+
 def export(
-    policy: WritePolicy,
-    threshold: int,
-    block_bytes: int | None = None,
-    environment: MutableMapping[str, str] = os.environ,
+    block_bytes: int | None, storage: StorageSettings | None, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Let the processes started from here on see what the engine was told, and what it expects."""
-    environment[POLICY_VARIABLE] = policy.value
-    environment[THRESHOLD_VARIABLE] = str(threshold)
+    """Let the workers started from here on see what the engine was told, and what it expects."""
     environment[BLOCK_BYTES_VARIABLE] = "" if block_bytes is None else str(block_bytes)
+    environment[STORAGE_VARIABLE] = "" if storage is None else json.dumps(asdict(storage), default=str)
+    if not environment.get(SESSION_VARIABLE):  # data parallel engines have that of the first one
+        environment[SESSION_VARIABLE] = secrets.token_hex(4)
+
+
+def storage_address(queue_port: int, rank: int | None = None) -> str:
+    """Where the engine tells a rank what to load and to store; without a rank, where all of them answer.
+
+    Workers that a killed engine has left at the same port have another session: blocks would reach the wrong memory.
+    """
+    name = f"storage-{os.environ[SESSION_VARIABLE]}" + ("" if rank is None else f"-{rank}")
+    return f"ipc://{socket_path(queue_port, name)}"
 
 
 def without_effect(cache: Any) -> list[str]:
     """Flags of a `CacheConfig` that change nothing beside its others, each with the reason. A flag at its default is
     not among them.
     """
-
-    def is_given(name: str, default: object) -> bool:
-        return getattr(cache, name) not in (None, default)
-
-    is_off, no_file = not cache.enable_prefix_caching, cache.kvcache_storage_backend != "file"
-    has_threshold = is_given("write_through_threshold", KVCacheConfig.write_through_threshold)
-    threshold = f"--write-through-threshold {cache.write_through_threshold}"
-    policy = f"--write-policy {cache.write_policy}"
-    checks = {
-        "--swap-space": ("prefix caching is off", is_off and cache.swap_space),
-        f"--eviction-policy {cache.eviction_policy}": (
-            "prefix caching is off",
-            is_off and is_given("eviction_policy", KVCacheConfig.eviction_policy),
-        ),
-        threshold: (
-            f"{policy} does not count hits, write_through_selective does",
-            has_threshold and cache.write_policy != WritePolicy.WRITE_THROUGH_SELECTIVE,
-        ),
-        f"{threshold} or {policy}" if has_threshold else policy: (
-            "there is no host tier (--swap-space)",
-            cache.write_policy != WritePolicy.AUTO and not cache.num_cpu_blocks,
-        ),
-        "--kvcache-storage-dir": ("only the file store has one", no_file and is_given("kvcache_storage_dir", None)),
-        f"--kvcache-storage-gib {cache.kvcache_storage_gib}": (
-            "only the file store has a limit",
-            no_file and is_given("kvcache_storage_gib", StorageSettings.capacity_bytes / GIB),
-        ),
-        f"--storage-prefetch {cache.storage_prefetch}": (
-            "there is no store (--kvcache-storage-backend)",
-            not cache.kvcache_storage_backend and is_given("storage_prefetch", StorageSettings.prefetch.value),
-        ),
-    }
-    return [f"{flag} has no effect: {reason}" for flag, (reason, applies) in checks.items() if applies]
+    values = {flag: getattr(cache, flag.name) for flag in (SWAP_SPACE, *ADDED_FLAGS)}
+    given = {flag.name: f"{flag.option} {value}" for flag, value in values.items() if value not in (None, flag.default)}
+    is_default = cache.write_through_threshold == KVCacheConfig.write_through_threshold
+    threshold = None if is_default else given.get("write_through_threshold")
+    policy = f"{WRITE_POLICY.option} {cache.write_policy}"
+    both = f"{threshold} or {policy}" if threshold else policy
+    counts_hits = cache.write_policy == WritePolicy.WRITE_THROUGH_SELECTIVE
+    no_host = cache.write_policy != WritePolicy.AUTO and not cache.num_cpu_blocks
+    no_caching, store = not cache.enable_prefix_caching, cache.kvcache_storage_backend
+    checks = (
+        (given.get("swap_space"), no_caching and cache.swap_space, "prefix caching is off"),
+        (given.get("eviction_policy"), no_caching, "prefix caching is off"),
+        (threshold, not counts_hits, f"{policy} does not count hits, write_through_selective does"),
+        (both, no_host, "there is no host tier (--swap-space)"),
+        (given.get("kvcache_storage_dir"), store != "file", "only the file store has one"),
+        (given.get("kvcache_storage_gib"), store != "file", "only the file store has a limit"),
+        (given.get("storage_prefetch"), not store, "there is no store (--kvcache-storage-backend)"),
+    )
+    return [f"{flag} has no effect: {reason}" for flag, applies, reason in checks if flag and applies]

@@ -7,7 +7,6 @@ FastDeploy's own formula counts a key and a value of all heads, once. That is no
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 from ..attention.base import CacheLayout
@@ -83,18 +82,11 @@ def kv_cache_quant_type(config: Any) -> str | None:
     return None
 
 
-def require_amount(gib: float) -> None:
-    """Raises `ConfigError` for a number that is no amount of memory."""
-    if not math.isfinite(gib) or gib < 0:
-        raise ConfigError(f"--swap-space must be a number of GiB, 0 or more, got {gib}")
-
-
 def num_host_blocks(gib: float, block_bytes: int, num_ranks: int) -> int:
     """Blocks of `block_bytes` on each of `num_ranks` ranks that fit into `gib` GiB together.
 
-    Raises `ConfigError` for less than one block, and for a number that is no amount of memory.
+    Raises `ConfigError` for less than one block.
     """
-    require_amount(gib)
     blocks = int(gib * GIB) // (block_bytes * num_ranks)
     if blocks == 0:
         raise ConfigError(

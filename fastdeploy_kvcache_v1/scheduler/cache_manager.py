@@ -43,7 +43,7 @@ from .loans import Loads, Stores
 from .lookahead import Lookahead
 from .policies.backup import BACKUP_POLICIES
 from .policies.doubles import Doubles
-from .policies.eviction import EVICTION_POLICIES, known_eviction_policy
+from .policies.eviction import eviction_order
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
@@ -75,8 +75,8 @@ class CacheManager:
         self._residency = Residency(
             self._device_pool,
             self._host_pool,
-            EVICTION_POLICIES[known_eviction_policy(config.device_order)](self._history),
-            EVICTION_POLICIES[known_eviction_policy(config.host_order)](self._history),
+            eviction_order(config.device_order, self._history),
+            eviction_order(config.host_order, self._history),
             Doubles(self._device_pool, self._host_pool, are_saved=backup.saves_at_eviction),
             self._events,
         )

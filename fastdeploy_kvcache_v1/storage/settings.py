@@ -5,12 +5,16 @@ from __future__ import annotations
 import enum
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ..config import one_of
+from ..contract.flags import Flag
 from ..errors import ConfigError
 from ..units import GIB
 
-__all__ = ["Prefetch", "StorageSettings"]
+__all__ = ["STORAGE_FLAGS", "Prefetch", "StorageSettings"]
 
 
 class Prefetch(str, enum.Enum):
@@ -25,18 +29,6 @@ class Prefetch(str, enum.Enum):
     WAIT_COMPLETE = "wait_complete"
     """Until all of it is there, or the store stands still, even if computing it is sooner."""
 
-    @classmethod
-    def choices(cls) -> str:
-        return ", ".join(policy.value for policy in cls)
-
-    @classmethod
-    def parse(cls, text: str) -> Prefetch:
-        """Raises `ConfigError` naming the choices."""
-        try:
-            return cls(text)
-        except ValueError:
-            raise ConfigError(f"unknown storage prefetch {text!r}: choose one of {cls.choices()}") from None
-
 
 BACKENDS = ("file", "mooncake", "attention_store")
 """Names of the stores that can be chosen."""
@@ -45,14 +37,6 @@ BACKENDS = ("file", "mooncake", "attention_store")
 def takes_host_blocks(backend: str | None) -> bool:
     """Does the store of that name, if any, take and fill blocks of the host tier? If not, of the device tier."""
     return backend is not None and backend != "attention_store"
-
-
-HELP = {
-    "kvcache_storage_dir": "directory of the file storage; made if need be",
-    "kvcache_storage_gib": "largest size of that directory in GiB",
-    "storage_prefetch": f"how long a request waits for a stored prefix: {Prefetch.choices()}",
-}
-"""Help texts of the flags that both servers have."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +59,16 @@ class StorageSettings:
     """A store that brings nothing for so long stands still."""
 
     @classmethod
-    def of_flags(cls, backend: str, *, directory: str | None, gib: float, prefetch: str) -> StorageSettings:
-        """As users write them, and FastDeploy's variables. Raises `ConfigError`."""
-        if not 0 < gib < float("inf"):
-            raise ConfigError(f"--kvcache-storage-gib must be a number of GiB above 0, got {gib:g}")
+    def of_flags(cls, values: Any, *, directory: Any = None) -> StorageSettings:
+        """`values` has `STORAGE_FLAGS` as attributes, checked, and a backend among them. `directory`: where no flag
+        names one. FastDeploy's variables count, too. Raises `ConfigError`.
+        """
+        backend = values.kvcache_storage_backend
         return cls(
             backend,
-            None if directory is None else Path(directory),
-            capacity_bytes=int(gib * GIB),
-            prefetch=Prefetch.parse(prefetch),
+            values.kvcache_storage_dir or directory,
+            capacity_bytes=int(values.kvcache_storage_gib * GIB),
+            prefetch=values.storage_prefetch,
             flush_only=backend == "attention_store" and _is_set("FD_AS_ONLY_FLUSH"),
         )
 
@@ -102,9 +87,10 @@ class StorageSettings:
         return not self.uses_device_tier
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefetch", Prefetch.parse(self.prefetch))
-        if self.backend not in BACKENDS:
-            raise ConfigError(f"unknown storage backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
+        one_of("--storage-prefetch", Prefetch, self.prefetch)
+        object.__setattr__(self, "prefetch", Prefetch(self.prefetch))
+        object.__setattr__(self, "directory", None if self.directory is None else Path(self.directory))
+        one_of("--kvcache-storage-backend", BACKENDS, self.backend)
         if self.backend == "file" and self.directory is None:
             raise ConfigError("the storage backend file needs a directory: give --kvcache-storage-dir")
         if self.flush_only and self.backend != "attention_store":
@@ -124,3 +110,27 @@ def _is_set(variable: str) -> bool:
     if text not in ("0", "1"):
         raise ConfigError(f"the environment variable {variable} must be 0 or 1, got {text!r}")
     return text == "1"
+
+
+_storage = partial(Flag, group="storage", fastdeploy="added")
+_gib = partial(_storage, type=float, unit="GIB", above=0)
+
+STORAGE_FLAGS = (
+    _storage(
+        "kvcache_storage_backend",
+        "keep blocks beyond this process, where other servers find them",
+        otherwise="none",
+        unit="NAME",
+        choices=BACKENDS,
+        fastdeploy="yes",
+    ),
+    _storage("kvcache_storage_dir", "directory of the file storage; made if need be", unit="DIR"),
+    _gib("kvcache_storage_gib", "largest size of that directory in GiB", default=StorageSettings.capacity_bytes / GIB),
+    _storage(
+        "storage_prefetch",
+        "how long a request waits for a stored prefix",
+        default=StorageSettings.prefetch.value,
+        unit="POLICY",
+        choices=Prefetch,
+    ),
+)

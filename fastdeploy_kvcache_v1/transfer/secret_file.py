@@ -11,12 +11,7 @@ from ..errors import ConfigError, ModelFetchError
 from ..worker.cache_directory import cache_directory
 from .settings import require_secret
 
-__all__ = ["HELP", "read_secret"]
-
-HELP = (
-    "file with the secret that all prefill and decode servers and their router share, 16 bytes or more (default: one "
-    "that is made in the user's cache directory, which servers of one machine find)"
-)
+__all__ = ["read_secret"]
 
 MAX_BYTES = 4096
 

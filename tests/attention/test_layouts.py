@@ -43,8 +43,8 @@ def test_values_are_seen_through_the_tensor():
     [
         ((0, 1, 8, 4, "float32"), "num_layers"),
         ((1, 0, 8, 4, "float32"), "empty block shape"),
-        ((1, 1, 8, 4, "float64"), "unsupported cache dtype 'float64'"),
-        ((1, 1, 8, 4, "int8"), "unsupported cache dtype 'int8'"),
+        ((1, 1, 8, 4, "float64"), "the cache dtype must be one of"),
+        ((1, 1, 8, 4, "int8"), "the cache dtype must be one of"),
     ],
 )
 def test_bad_layouts_are_refused(arguments, message):
@@ -145,7 +145,7 @@ def test_every_number_that_is_missing_is_named(family):
 
 @pytest.mark.parametrize("ask", [needed_numbers, lambda family: make_cache_backend(family, geometry(**NUMBERS))])
 def test_an_unknown_family_names_those_that_exist(ask):
-    with pytest.raises(ConfigError, match="unknown attention family 'rwkv': choose one of gqa, mla, dsa"):
+    with pytest.raises(ConfigError, match="the attention family must be one of gqa, mla, dsa, got 'rwkv'"):
         ask("rwkv")
 
 

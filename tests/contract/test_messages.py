@@ -72,7 +72,7 @@ def test_swap_metadata_needs_a_target_per_source() -> None:
         ({"num_host_blocks": -1}, "num_host_blocks must be at least 0"),
         ({"block_size": 0}, "block_size must be at least 1"),
         ({"write_through_threshold": 0}, "write_through_threshold must be at least 1"),
-        ({"write_policy": "write_sometimes"}, "unknown write policy 'write_sometimes': choose one of auto, "),
+        ({"write_policy": "write_sometimes"}, "write_policy must be one of auto, "),
         ({"num_device_blocks": 1.5}, "must be an integer"),
         ({"num_host_blocks": True}, "must be an integer"),
     ],

@@ -2,20 +2,11 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.fastdeploy_integration.settings import without_effect
-from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from fastdeploy_kvcache_v1.units import GIB
+from fastdeploy_kvcache_v1.fastdeploy_integration.settings import ADDED_FLAGS, without_effect
 
 from .fd_configs import fd_config
 
-DEFAULTS = {
-    "write_policy": "auto",
-    "eviction_policy": KVCacheConfig.eviction_policy,
-    "kvcache_storage_dir": None,
-    "kvcache_storage_gib": StorageSettings.capacity_bytes / GIB,
-    "storage_prefetch": StorageSettings.prefetch.value,
-}
+DEFAULTS = {"write_policy": "auto"} | {flag.name: flag.default for flag in ADDED_FLAGS}
 OFF, NO_HOST = {"enable_prefix_caching": False}, {"num_cpu_blocks": 0}
 BACK, SELECTIVE = ({"write_policy": each} for each in ("write_back", "write_through_selective"))
 FILE = {"kvcache_storage_backend": "file", "write_policy": "write_through"}

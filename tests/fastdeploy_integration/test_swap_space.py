@@ -83,9 +83,6 @@ def test_exactly_one_block_is_enough_and_one_byte_less_is_an_error():
     with pytest.raises(ConfigError, match=r"--swap-space 1 GiB is less than one block.*each of 4 .* 1 GiB") as caught:
         swap_space.num_host_blocks(1.0, GIB // 4 + 1, 4)
     assert "\n" not in str(caught.value)
-    for gib in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="--swap-space must be a number of GiB"):
-            swap_space.num_host_blocks(gib, 1024, 1)
 
 
 @pytest.mark.parametrize(

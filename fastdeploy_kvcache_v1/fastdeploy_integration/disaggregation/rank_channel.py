@@ -12,8 +12,8 @@ import zmq
 from ...errors import ConfigError
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from ...transfer.role_info import RankInfo
-from .. import storage_channel
 from ..copy_report import socket_path
+from ..settings import SESSION_VARIABLE
 from .leases import LeaseNews
 
 News = RankInfo | TransferNews | LeaseNews
@@ -26,7 +26,7 @@ class RankNews(NamedTuple):
 
 
 def _address(queue_port: int, rank: int | None = None) -> str:
-    name = f"fetches-{os.environ[storage_channel.SESSION_VARIABLE]}" + ("" if rank is None else f"-{rank}")
+    name = f"fetches-{os.environ[SESSION_VARIABLE]}" + ("" if rank is None else f"-{rank}")
     return f"ipc://{socket_path(queue_port, name)}"
 
 

@@ -22,7 +22,7 @@ from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
 from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from ...telemetry.trace_recorder import TraceRecorder
-from .. import settings, storage_channel, swap_space
+from .. import settings, swap_space
 from ..copy_report import socket_path
 from ..overlay import overlay
 from .adapter import PrefixCacheAdapter
@@ -66,11 +66,8 @@ class EnginePrefixCache(PrefixCacheAdapter):
         from fastdeploy.metrics.metrics import main_process_metrics
 
         cache = config.cache_config
-        policy = WritePolicy.parse(cache.write_policy)
-        threshold = settings.write_through_threshold(cache.write_through_threshold)
-        settings.export(policy, threshold, cache.host_block_bytes)
-        self._storage_settings = storage_channel.storage_settings(cache)
-        storage_channel.export(self._storage_settings)
+        self._storage_settings = settings.storage_settings(cache)
+        settings.export(cache.host_block_bytes, self._storage_settings)
         follows_events = self._storage_settings is not None and self._storage_settings.flush_only
         if self._storage_settings is not None:
             _check_storage(self._storage_settings)
@@ -79,8 +76,8 @@ class EnginePrefixCache(PrefixCacheAdapter):
                 num_device_blocks=int(cache.total_block_num),
                 num_host_blocks=int(cache.num_cpu_blocks),
                 block_size=int(cache.block_size),
-                write_policy=policy,
-                write_through_threshold=threshold,
+                write_policy=cache.write_policy,
+                write_through_threshold=cache.write_through_threshold,
                 eviction_policy=cache.eviction_policy,
                 enable_prefix_caching=bool(cache.enable_prefix_caching),
                 max_queued_events=KVCacheConfig.max_queued_events if follows_events else 0,
@@ -200,18 +197,18 @@ class EnginePrefixCache(PrefixCacheAdapter):
 
         if self.reports is None:
             raise ConfigError("the storage tier needs the results of the workers' copies: see the warning before")
-        commands = [storage_channel.commands_address(queue_port, rank) for rank in range(num_ranks)]
+        commands = [settings.storage_address(queue_port, rank) for rank in range(num_ranks)]
         try:
-            link = make_link(chosen, commands, storage_channel.results_address(queue_port))
+            link = make_link(chosen, commands, settings.storage_address(queue_port))
         except zmq.ZMQError as error:
             raise ConfigError(f"the storage tier cannot make its sockets {commands}: {error}") from None
         passes = RankPasses(num_ranks) if chosen.uses_device_tier and not chosen.flush_only else None
-        settings = settings_digest(self._config, envs.environment_variables)  # now: FastDeploy goes on writing into it
+        digest = settings_digest(self._config, envs.environment_variables)  # now: FastDeploy goes on writing into it
         storage = EngineStorage(
             make_tier(self.manager, chosen, None, link, passes=passes),
             link,
             lock=self._lock,
-            find_namespace=partial(storage_namespace, self._config, envs.FD_ATTENTION_BACKEND, settings),
+            find_namespace=partial(storage_namespace, self._config, envs.FD_ATTENTION_BACKEND, digest),
             passes=passes,
             log=_logger(),
         )

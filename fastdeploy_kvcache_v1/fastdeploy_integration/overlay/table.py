@@ -24,6 +24,7 @@ ours = "package.module:function"
 signature = "(self, x, y=1)"  what FastDeploy's parameters must be, without annotations (wrap and replace);
                             of a class: the parameters of its __init__; "value" for anything that is not callable
 adds = ["name"]             attributes of a class, keys of a dictionary (extend)
+                            "<flags>" in any list stands for the names of `ADDED_FLAGS`
 optional = ["name"]         those of `adds` that FastDeploy may have itself, with the same meaning: ours leaves them
 where = "engine"            engine, worker, or both: the processes in which it has an effect
 why = "one sentence"
@@ -50,6 +51,7 @@ import msgspec
 
 from ...errors import OverlayError
 from ...switch import SWITCH
+from ..settings import ADDED_FLAGS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -189,7 +191,8 @@ def checkout_variable(release: str) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Raises `OSError`, or `ValueError` for what is no TOML."""
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    added = ", ".join(f'"{flag.name}"' for flag in ADDED_FLAGS)
+    return tomllib.loads(path.read_text(encoding="utf-8").replace('"<flags>"', added))
 
 
 def table_for(release: str) -> PatchTable:

@@ -17,7 +17,7 @@ from ...storage.base import SlotMemory
 from ...storage.seal import TRAILER_BYTES
 from ...storage.settings import StorageSettings
 from ...worker.cache_controller import CacheController
-from .. import storage_channel
+from ..settings import storage_address, storage_settings
 
 
 class RankStorage(ABC):
@@ -91,11 +91,11 @@ def rank_storage(
     `enter_thread`: called in each thread that uses the device.
     """
     cache, ranks = config.cache_config, config.parallel_config
-    settings = storage_channel.storage_settings(cache)
+    settings = storage_settings(cache)
     if settings is None or not cache.enable_prefix_caching:
         return None
     port, rank = int(ranks.local_engine_worker_queue_port), int(ranks.tensor_parallel_rank)
-    addresses = storage_channel.commands_address(port, rank), storage_channel.results_address(port)
+    addresses = storage_address(port, rank), storage_address(port)
     if settings.needs_host_tier:
         return HostStorage(settings, addresses, rank) if cache.num_cpu_blocks else None
     agent = AttentionStoreAgent(

@@ -11,6 +11,7 @@ from msgspec.structs import force_setattr, replace
 from ...attention.base import AttentionCacheBackend
 from ...attention.layouts import FAMILIES as LAYOUTS
 from ...attention.layouts import CacheGeometry, make_cache_backend, needed_numbers
+from ...config import one_of
 from ...errors import ConfigError, ModelError
 from .hf_json import converted, read_json
 
@@ -19,6 +20,8 @@ BYTE_VOCAB_SIZE = 264
 
 BLOCK_WISE_FP8 = "block_wise_fp8"
 """A cache dtype: fp8 values with a float32 scale for each token and head."""
+
+DEFAULT_FAMILY = "gqa"
 
 CACHE_DTYPES = ("float32", "float16", "bfloat16", BLOCK_WISE_FP8)
 
@@ -41,7 +44,7 @@ Positive = Annotated[float, Meta(gt=0)]
 class ChecksumConfig(Struct, frozen=True, rename=NAMES):
     """The random model, see `checksum`: a cache of any layout, and no numbers but checksums of it."""
 
-    family: str = "gqa"
+    family: str = DEFAULT_FAMILY
     """Name in `attention.layouts`."""
     num_layers: Size = 4
     num_kv_heads: Size = 4
@@ -77,8 +80,7 @@ class ChecksumConfig(Struct, frozen=True, rename=NAMES):
 
         `dtype` is that of the values, or `BLOCK_WISE_FP8`. Sparse attention has a format of its own and ignores it.
         """
-        if dtype not in CACHE_DTYPES:
-            raise ConfigError(f"unsupported cache dtype {dtype!r}: choose one of {', '.join(CACHE_DTYPES)}")
+        one_of("the cache dtype", CACHE_DTYPES, dtype)
         if dtype == BLOCK_WISE_FP8 and self.family == "mla":
             raise ConfigError(f"latent attention cannot be cached as {dtype}: choose float32, float16 or bfloat16")
         geometry = CacheGeometry(
@@ -231,9 +233,7 @@ def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool
     Raises `ModelError`, one line, when the directory has no usable `config.json` or it asks for what is not supported.
     """
     if path is None:
-        if family not in (None, *FAMILIES):
-            raise ModelError(f"unknown --model-family {family!r}: choose one of {', '.join(FAMILIES)}")
-        return ChecksumConfig(family or FAMILIES[0], num_draft_layers=int(mtp), guessable=mtp)
+        return ChecksumConfig(family or DEFAULT_FAMILY, num_draft_layers=int(mtp), guessable=mtp)
     if mtp:
         raise ModelError(f"--mtp is for --model random: the draft layer of {path} cannot be read")
     if family is not None:

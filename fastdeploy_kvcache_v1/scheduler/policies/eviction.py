@@ -7,7 +7,8 @@ from heapq import merge
 from itertools import islice
 from operator import itemgetter
 
-from ...errors import ConfigError
+from ...config import KVCacheConfig, one_of
+from ...contract.flags import Flag
 from ..reuse.history import ReuseHistory
 from ..reuse.rates import NUM_CLASSES
 from ..run import Link, Run, RunQueue
@@ -122,8 +123,18 @@ EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionOrder]] = {
 """By name. A new one is a line here, and a class above."""
 
 
-def known_eviction_policy(name: str) -> str:
-    """`name`. Raises `ConfigError` naming the choices."""
-    if name not in EVICTION_POLICIES:
-        raise ConfigError(f"unknown eviction policy {name!r}: choose one of {', '.join(EVICTION_POLICIES)}")
-    return name
+def eviction_order(name: str, history: ReuseHistory) -> EvictionOrder:
+    """Raises `ConfigError`."""
+    one_of("eviction_policy", EVICTION_POLICIES, name)
+    return EVICTION_POLICIES[name](history)
+
+
+EVICTION_POLICY = Flag(
+    "eviction_policy",
+    "which block the cache gives up first",
+    default=KVCacheConfig.eviction_policy,
+    group="cache",
+    unit="NAME",
+    choices=EVICTION_POLICIES,
+    fastdeploy="added",
+)

@@ -88,7 +88,7 @@ REFUSED = {
         ["--swap-space", "0.0001"],
         "--swap-space 0.0001 GiB is less than one block: it takes 393216 bytes",
     ),
-    "negative": (QWEN, "APPEND_ATTN", ["--swap-space=-1"], "--swap-space must be a number of GiB, 0 or more, got -1.0"),
+    "negative": (QWEN, "APPEND_ATTN", ["--swap-space=-1"], "--swap-space must be a number of at least 0, got -1.0"),
     "native": (QWEN, "NATIVE_ATTN", [], "NATIVE_ATTN (FastDeploy cannot make it for a GPU)"),
     "plas": (QWEN, "PLAS_ATTN", [], "PLAS_ATTN (it keeps means of key blocks outside the cache)"),
     "dsa_split": (DEEPSEEK, "DSA_ATTN", [WHOLE, "FD_DETERMINISTIC_MODE=1", UNCACHED], CHUNKED_DSA),

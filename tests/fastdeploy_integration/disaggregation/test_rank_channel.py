@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
+from fastdeploy_kvcache_v1.fastdeploy_integration import settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import EngineEnd, RankEnd, RankNews
@@ -22,7 +22,7 @@ until = partial(wait_for, what="news")
 @pytest.fixture
 def engine(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("t")))
-    monkeypatch.setenv(storage_channel.SESSION_VARIABLE, "01234567")
+    monkeypatch.setenv(settings.SESSION_VARIABLE, "01234567")
     make_private(socket_path(PORT).parent)
     made = EngineEnd(PORT, 2)
     yield made

@@ -7,13 +7,12 @@ import pytest
 import zmq
 
 from fastdeploy_kvcache_v1 import __version__
-from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, PrefillTime, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
-from fastdeploy_kvcache_v1.fastdeploy_integration.storage_channel import SESSION_VARIABLE
+from fastdeploy_kvcache_v1.fastdeploy_integration.settings import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
@@ -43,7 +42,7 @@ def schedule(manager, wrapped=lambda: ([], []), waiting=()):
 
 def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     manager = launched()
-    assert fake_fastdeploy.exported == [(WritePolicy.WRITE_BACK, 2, None)], "workers take no flags"
+    assert fake_fastdeploy.exported == [(None, None)], "workers take no flags"
     assert manager.publisher.reports.latest() == ()
     reporter, prefill = CopyReporter(socket_path(77), rank=1), PrefillTime(100, 0.0, 1.0)
     failed = (TransferResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (EVICT, SWAP_IN))
@@ -152,7 +151,7 @@ def store(fake_fastdeploy, monkeypatch):
     """FAKE parts of a store. Returns the tier, and the settings that workers are told."""
     fake_fastdeploy.environment_variables, fake_fastdeploy.FD_ATTENTION_BACKEND = {}, "APPEND_ATTN"
     tier = SimpleNamespace(weigh=lambda compute_s: None, metrics=source_of(StorageTier))
-    made = SimpleNamespace(tier=tier, exported=[])
+    made = SimpleNamespace(tier=tier, exported=fake_fastdeploy.exported)
     parts = {
         "make_link": lambda chosen, commands, results: (commands, results),
         "make_tier": lambda *_, **__: made.tier,
@@ -162,7 +161,6 @@ def store(fake_fastdeploy, monkeypatch):
     }
     for name, part in parts.items():
         monkeypatch.setattr(engine_patches, name, part)
-    monkeypatch.setattr(engine_patches.storage_channel, "export", made.exported.append)
     monkeypatch.setenv(SESSION_VARIABLE, "01234567")
     return made
 
@@ -189,7 +187,7 @@ def test_a_store_is_opened_with_the_cache_service(store, monkeypatch, backend, g
     commands, results = manager.storage.link
     assert len({*commands, results}) == 3, "one for each rank, and one for what they answer"
     assert (store.tier, ()) in manager.publisher._parts
-    assert [each.backend for each in store.exported] == [backend]
+    assert [each.backend for _, each in store.exported] == [backend]
     assert (manager.manager.config.max_queued_events > 0) == given.get("flush_only", False)
 
 
@@ -329,7 +327,7 @@ def test_the_log_says_once_what_serves_and_what_swap_space_bought(fake_fastdeplo
     if not caching:
         lines = ["prefix caching is off"]
     serves = f"fastdeploy-kvcache-v1 {__version__} is the cache manager of FastDeploy 2.6: {lines[0]}"
-    off = [f"{flag} has no effect: prefix caching is off" for flag in ("--swap-space", "--eviction-policy lru")]
+    off = [f"{flag} has no effect: prefix caching is off" for flag in ("--swap-space 1.0", "--eviction-policy lru")]
     assert caplog.messages == [*([] if caching else off), f"--swap-space 1 GiB: {sizes}", serves]
 
 

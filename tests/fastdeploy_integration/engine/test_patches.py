@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
@@ -20,18 +19,10 @@ from tests.storage.attention_store.stand_in import SDK
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in (settings.POLICY_VARIABLE, settings.THRESHOLD_VARIABLE, settings.BLOCK_BYTES_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(settings.BLOCK_BYTES_VARIABLE, raising=False)
 
 
-OUR_ARGUMENTS = {
-    "write_policy": None,
-    "write_through_threshold": None,
-    "eviction_policy": "adaptive",
-    "kvcache_storage_dir": None,
-    "kvcache_storage_gib": 10.0,
-    "storage_prefetch": "timeout",
-}
+OUR_ARGUMENTS = {"write_policy": None} | {flag.name: flag.default for flag in settings.ADDED_FLAGS}
 
 
 @dataclass
@@ -59,17 +50,16 @@ def test_engine_args_get_our_fields_and_a_decode_server_has_prefix_caching_where
         assert (made.splitwise_role, made.enable_prefix_caching) == ("decode", expected)
 
 
-def test_command_line(capsys):
+def test_the_command_line_has_our_flags_and_leaves_the_check_to_the_configuration():
     parser = argparse.ArgumentParser()
     parser.add_argument("--write-policy", choices=["write_through"], default="write_through")
     config_patches.add_cli_arguments(lambda given: given, None, (parser,), {})
     assert vars(parser.parse_args([])) == OUR_ARGUMENTS
     words = "--write-policy write_back --write-through-threshold 7 --kvcache-storage-dir d --kvcache-storage-gib 1.5"
-    chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort", "--eviction-policy", "lru"])
-    assert list(vars(chosen).values()) == ["write_back", 7, "lru", "d", 1.5, "best_effort"]
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--eviction-policy", "oldest"])
-    assert "unknown eviction policy 'oldest': choose one of " in capsys.readouterr().err
+    chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort", "--eviction-policy", "oldest"])
+    assert list(vars(chosen).values()) == ["write_back", 7, "oldest", "d", 1.5, "best_effort"]
+    with pytest.raises(ConfigError, match="--eviction-policy must be one of adaptive, lru, got 'oldest'"):
+        cache_config(**vars(chosen))
 
 
 def cache_config(**given):
@@ -82,19 +72,13 @@ def cache_config(**given):
 
 
 def test_workers_read_the_settings_from_the_environment(monkeypatch):
-    assert cache_config().write_policy == "auto"
-    assert settings.host_block_bytes() is None
-    environment = {}
-    settings.export(WritePolicy.WRITE_BACK, 3, 4096, environment)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    config = cache_config()
-    assert (config.write_policy, config.write_through_threshold) == ("write_back", 3)
-    assert settings.write_policy("write_through", None, stores=False) is WritePolicy.WRITE_THROUGH
-    assert settings.host_block_bytes() == 4096
-    settings.export(WritePolicy.WRITE_BACK, 3, None, environment)
-    monkeypatch.setenv(settings.BLOCK_BYTES_VARIABLE, environment[settings.BLOCK_BYTES_VARIABLE])
-    assert settings.host_block_bytes() is None, "an engine that sizes nothing leaves nothing of one before it"
+    """Of the policy they need nothing."""
+    assert (cache_config().write_policy, cache_config().write_through_threshold) == ("auto", 2)
+    for block_bytes in (None, 4096, None):
+        environment = {}
+        settings.export(block_bytes, None, environment)
+        monkeypatch.setenv(settings.BLOCK_BYTES_VARIABLE, environment[settings.BLOCK_BYTES_VARIABLE])
+        assert settings.host_block_bytes() == block_bytes, "an engine that sizes nothing says so"
 
 
 @pytest.mark.parametrize(
@@ -118,15 +102,23 @@ def test_no_amount_of_memory_is_refused_before_fastdeploy_computes_with_it(amoun
     def fastdeploy_computes(args):
         raise AssertionError("int(nan) says nothing of a flag")
 
-    with pytest.raises(ConfigError, match=f"--swap-space must be a number of GiB, 0 or more, got {amount}"):
+    with pytest.raises(ConfigError, match=f"--swap-space must be a number of at least 0, got {amount}"):
         config_patches.init_cache_config(fastdeploy_computes, SimpleNamespace(), ({"swap_space": amount},), {})
 
 
-@pytest.mark.parametrize("threshold", [0, -1, "many"])
-def test_thresholds_that_cannot_work(threshold):
-    with pytest.raises(ConfigError, match="--write-through-threshold must be a whole number of at least 1"):
-        settings.write_through_threshold(threshold)
-    assert settings.write_through_threshold(1) == 1
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"write_policy": "never"}, "--write-policy must be one of auto, "),
+        ({"write_through_threshold": 0}, "--write-through-threshold must be a whole number of at least 1, got 0"),
+        ({"write_through_threshold": "many"}, "--write-through-threshold must be a whole number of at least 1, got 'm"),
+        ({"kvcache_storage_gib": 0.0}, "--kvcache-storage-gib must be a number above 0, got 0.0"),
+    ],
+)
+def test_a_wrong_value_is_refused_also_where_a_file_has_it(given, expected):
+    """FastDeploy's `--config` takes over what it cannot convert."""
+    with pytest.raises(ConfigError, match=expected):
+        cache_config(**given)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.contract.messages import CacheLevel
-from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
+from fastdeploy_kvcache_v1.fastdeploy_integration.settings import SESSION_VARIABLE, STORAGE_VARIABLE, export
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import storage as storage_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import DeviceStorage, HostStorage, rank_storage
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
@@ -18,7 +18,7 @@ ATTENTION = StorageSettings("attention_store")
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch, short_tmp_path):
-    monkeypatch.setenv(storage_channel.SESSION_VARIABLE, "01234567")
+    monkeypatch.setenv(SESSION_VARIABLE, "01234567")
     monkeypatch.setattr("tempfile.tempdir", short_tmp_path)
 
 
@@ -32,7 +32,8 @@ def agents(monkeypatch):
 
 
 def config(settings, monkeypatch, *, host_blocks=0, caching=True):
-    monkeypatch.setenv(storage_channel.SETTINGS_VARIABLE, storage_channel.dumps(settings))
+    export(None, settings, environment := {})
+    monkeypatch.setenv(STORAGE_VARIABLE, environment[STORAGE_VARIABLE])
     return fd_config(
         kvcache_storage_backend=settings.backend, kvcache_storage_gib=None,
         num_cpu_blocks=host_blocks, enable_prefix_caching=caching,

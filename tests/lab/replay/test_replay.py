@@ -160,7 +160,7 @@ REFUSALS = [
     (("--limit", "0"), "--limit must be at least 1"),
     (("--policies", "lru"), "--policies needs --compare"),
     (("--compare", "--policies", "mru"), "unknown policy 'mru': choose from auto, write_through"),
-    (("--eviction-policy", "mru"), "unknown eviction policy 'mru': choose one of "),
+    (("--eviction-policy", "mru"), "eviction_policy must be one of adaptive, lru, got 'mru'"),
     (("--compare", "--write-policy", "write_back"), "--write-policy write_back: --compare plays every policy"),
     (("--compare", "--device-blocks", "0,5"), "num_device_blocks must be at least 1, got 0"),
 ]

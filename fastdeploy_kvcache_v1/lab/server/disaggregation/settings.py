@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import enum
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from ....contract.flags import Flag
 from ....errors import ConfigError
-from ....transfer import secret_file
+from ....transfer.secret_file import read_secret
 from ....transfer.settings import PeerPort, TransferSettings
 
-__all__ = ["DEFAULTS", "Role", "RoleSettings", "add_role_arguments", "role_settings"]
+__all__ = ["PEER_SECRET_FILE", "ROLE_FLAGS", "Role", "RoleSettings", "role_settings"]
 
 PLANES = ("socket", "mooncake")
-GPU_PLANES = ("cuda_ipc",)
-"""Of FastDeploy's servers only: the embedded server computes on the CPU."""
+"""Not `cuda_ipc`: the embedded server computes on the CPU."""
 
 
 class Role(str, enum.Enum):
@@ -41,78 +41,78 @@ class RoleSettings:
         return self.address._replace(port=port + rank if port else 0)
 
 
-DEFAULTS: dict[str, object] = {
-    "role": "mixed",
-    "transfer_address": "127.0.0.1",
-    "transfer_plane": "socket",
-    "transfer_checksums": True,
-    "transfer_silence": 10.0,
-    "transfer_wait": 120.0,
-    "transfer_lease": 60.0,
-}
+_role = partial(Flag, group="prefill and decode")
+_seconds = partial(_role, type=float, unit="SECONDS", above=0)
 
-TIMES = {
-    "silence": "a peer without a sign of life for so long counts as dead",
-    "wait": "a decode server computes a prompt itself when it hears nothing new of it for so long",
-    "lease": "a prefill server keeps blocks for so long that nobody asks for",
-}
-
-
-def add_role_arguments(parser: argparse.ArgumentParser) -> None:
-    """Values that are not given stay None."""
-
-    def add(flag: str, text: str, **options: Any) -> None:
-        default = DEFAULTS.get(flag.removeprefix("--").replace("-", "_"))
-        parser.add_argument(flag, help=text + ("" if default is None else f" (default: {default})"), **options)
-
-    add(
-        "--role",
-        "prefill: compute prompts for decode servers as well; decode: read prompts that a prefill server computed; "
-        "mixed: neither. Requests come through `fastdeploy-kvcache router`",
-        metavar="ROLE",
-    )
-    add("--peer-secret-file", secret_file.HELP, type=Path, metavar="FILE")
-    address = "with a role: address for blocks that peers reach, with a port if it is to be a certain one"
-    add("--transfer-address", address, metavar="HOST[:PORT]")
-    add("--transfer-plane", f"with a role: how blocks travel: {', '.join(PLANES)}", metavar="NAME")
-    checksums = "with a role: find bytes that changed on the way"
-    add("--transfer-checksums", checksums, action=argparse.BooleanOptionalAction)
-    for name, text in TIMES.items():
-        add(f"--transfer-{name}", text, type=float, metavar="SECONDS")
+PEER_SECRET_FILE = _role(
+    "peer_secret_file",
+    "file with the secret that all prefill and decode servers and their router share, 16 bytes or more",
+    Path,
+    otherwise="one that is made in the user's cache directory, which servers of one machine find",
+    unit="FILE",
+)
+ROLE_FLAGS = (
+    _role(
+        "role",
+        "prefill servers compute prompts for decode servers as well, decode servers read what prefill servers "
+        "computed; requests come through `fastdeploy-kvcache router`",
+        default="mixed",
+        unit="ROLE",
+        choices=("mixed", *Role),
+    ),
+    PEER_SECRET_FILE,
+    _role(
+        "transfer_address",
+        "address for blocks that peers reach, with a port if it is to be a certain one; rank r of several has PORT + r",
+        default="127.0.0.1",
+        unit="HOST[:PORT]",
+    ),
+    _role(
+        "transfer_plane", "how blocks travel, the same on all servers", default="socket", unit="NAME", choices=PLANES
+    ),
+    _role(
+        "transfer_checksums",
+        "find bytes that changed on the way, by checksums of the data plane and a digest of both memories",
+        bool,
+        default=True,
+    ),
+    _seconds(
+        "transfer_silence",
+        "time without a heartbeat after which a peer counts as dead",
+        default=TransferSettings.silence_s,
+        above=TransferSettings.ping_s,
+    ),
+    _seconds(
+        "transfer_wait",
+        "time without news of a prompt after which a decode server computes it itself",
+        default=TransferSettings.wait_s,
+    ),
+    _seconds(
+        "transfer_lease",
+        "time for which a prefill server keeps offered blocks that no decode server requests",
+        default=TransferSettings.lease_s,
+    ),
+)
 
 
 def role_settings(values: argparse.Namespace) -> RoleSettings | None:
-    """None for the role mixed. Raises `ConfigError`."""
-    names = (*DEFAULTS, "peer_secret_file")
-    given = {name: value for name in names if (value := getattr(values, name, None)) is not None}
-    chosen: dict[str, Any] = {**DEFAULTS, **given}
-    roles = ("mixed", *(role.value for role in Role))
-    if chosen["role"] not in roles:
-        raise ConfigError(f"--role must be one of {', '.join(roles)}, got {chosen['role']!r}")
-    if chosen["role"] == "mixed":
-        for name in given.keys() - {"role"}:
-            raise ConfigError(f"--{name.replace('_', '-')} needs --role prefill or --role decode")
+    """None for the role mixed. `values` has `ROLE_FLAGS`, checked. Raises `ConfigError`."""
+    if values.role == "mixed":
+        for flag in ROLE_FLAGS:
+            if getattr(values, flag.name) != flag.default:
+                raise ConfigError(f"{flag.option} needs --role prefill or --role decode")
         return None
-    plane = chosen["transfer_plane"]
-    if plane not in PLANES:
-        why = (
-            "needs a GPU, and this server computes on the CPU: choose" if plane in GPU_PLANES else "is unknown: choose"
-        )
-        raise ConfigError(f"--transfer-plane {plane} {why} one of {', '.join(PLANES)}")
-    times = {f"{name}_s": chosen[f"transfer_{name}"] for name in TIMES}
-    for name in TIMES:
-        if not 0 < times[f"{name}_s"] < float("inf"):
-            raise ConfigError(f"--transfer-{name} must be a number of seconds above 0, got {times[f'{name}_s']}")
-    if times["silence_s"] <= 1:
-        raise ConfigError(
-            f"--transfer-silence must be above 1 second, the time between two signs, got {times['silence_s']}"
-        )
     return RoleSettings(
-        role=Role(chosen["role"]),
-        address=_address(chosen["transfer_address"]),
-        plane=plane,
-        checksums=chosen["transfer_checksums"],
-        transfer=TransferSettings(secret=secret_file.read_secret(chosen.get("peer_secret_file")), **times),
+        role=Role(values.role),
+        address=_address(values.transfer_address),
+        plane=values.transfer_plane,
+        checksums=values.transfer_checksums,
+        transfer=TransferSettings(
+            secret=read_secret(values.peer_secret_file),
+            silence_s=values.transfer_silence,
+            wait_s=values.transfer_wait,
+            lease_s=values.transfer_lease,
+        ),
     )
 
 

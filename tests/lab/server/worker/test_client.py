@@ -8,6 +8,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from fastdeploy_kvcache_v1.lab.server.settings import ServerConfig
 from fastdeploy_kvcache_v1.lab.server.worker import client
 from fastdeploy_kvcache_v1.lab.server.worker.client import ProcessWorkerClient, StartInterruptedError
 from fastdeploy_kvcache_v1.lab.server.worker.messages import WorkerLaunch
-from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings
 
 ONE = ServerConfig(cache=KVCacheConfig(8, 4, block_size=16), max_model_len=128)
 TWO = replace(ONE, tensor_parallel_size=2)
@@ -66,7 +67,7 @@ def running(config, **options):
 
 
 def stored_in(directory):
-    return StorageSettings.of_flags("file", directory=f"{directory}/store", gib=1, prefetch="best_effort")
+    return StorageSettings("file", Path(directory, "store"), capacity_bytes=1 << 30, prefetch=Prefetch.BEST_EFFORT)
 
 
 def name_of(rank, config):

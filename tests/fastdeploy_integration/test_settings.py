@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
+from fastdeploy_kvcache_v1.fastdeploy_integration import settings
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("SETTINGS_VARIABLE", "SESSION_VARIABLE", "DIRECTORY_VARIABLE"):
-        monkeypatch.delenv(getattr(storage_channel, name), raising=False)
+    for name in ("STORAGE_VARIABLE", "SESSION_VARIABLE", "DIRECTORY_VARIABLE"):
+        monkeypatch.delenv(getattr(settings, name), raising=False)
 
 
 def flags(backend="file", directory="/a", gib=1.0, prefetch="timeout"):
@@ -23,46 +23,46 @@ def flags(backend="file", directory="/a", gib=1.0, prefetch="timeout"):
 WORKER = flags(directory=None, gib=None, prefetch=None)
 
 
-def export(settings, monkeypatch):
+def export(storage, monkeypatch):
     environment = dict(os.environ)
-    storage_channel.export(settings, environment)
-    for name in environment.keys() - os.environ.keys() | {storage_channel.SETTINGS_VARIABLE}:
+    settings.export(None, storage, environment)
+    for name in environment.keys() - os.environ.keys() | {settings.STORAGE_VARIABLE}:
         monkeypatch.setenv(name, environment[name])
 
 
 def test_an_engine_has_its_own_flags_whatever_one_before_it_has_exported(monkeypatch):
-    export(storage_channel.storage_settings(flags()), monkeypatch)
-    assert str(storage_channel.storage_settings(flags(directory="/b", gib=5.0)).directory) == "/b"
-    with pytest.raises(ConfigError, match="unknown storage prefetch"):
-        storage_channel.storage_settings(flags(prefetch="never"))
+    export(settings.storage_settings(flags()), monkeypatch)
+    assert str(settings.storage_settings(flags(directory="/b", gib=5.0)).directory) == "/b"
+    with pytest.raises(ConfigError, match="--storage-prefetch must be one of"):
+        settings.storage_settings(flags(prefetch="never"))
 
 
 def test_fastdeploys_own_variable_names_the_directory(monkeypatch):
     monkeypatch.setenv("FILE_BACKEND_STORAGE_DIR", "/c")
-    assert str(storage_channel.storage_settings(flags(directory=None)).directory) == "/c"
-    assert str(storage_channel.storage_settings(flags()).directory) == "/a"
+    assert str(settings.storage_settings(flags(directory=None)).directory) == "/c"
+    assert str(settings.storage_settings(flags()).directory) == "/a"
 
 
 @pytest.mark.parametrize("exported", [None, ""])
 def test_a_worker_that_was_told_nothing_says_so(monkeypatch, exported):
     if exported is not None:
-        monkeypatch.setenv(storage_channel.SETTINGS_VARIABLE, exported)
+        monkeypatch.setenv(settings.STORAGE_VARIABLE, exported)
     with pytest.raises(ConfigError, match="the engine has not told this worker"):
-        storage_channel.storage_settings(WORKER)
+        settings.storage_settings(WORKER)
 
 
 def test_without_a_backend_there_is_no_storage(monkeypatch):
     export(None, monkeypatch)
-    assert storage_channel.storage_settings(flags(backend=None)) is None
+    assert settings.storage_settings(flags(backend=None)) is None
 
 
 def test_a_worker_of_a_killed_engine_meets_nobody(monkeypatch):
     addresses = []
     for _ in range(2):
-        monkeypatch.delenv(storage_channel.SESSION_VARIABLE, raising=False)
+        monkeypatch.delenv(settings.SESSION_VARIABLE, raising=False)
         export(None, monkeypatch)
-        addresses += [storage_channel.results_address(8001), storage_channel.commands_address(8001, 0)]
+        addresses += [settings.storage_address(8001), settings.storage_address(8001, 0)]
     assert len(set(addresses)) == 4
     export(None, monkeypatch)
-    assert storage_channel.results_address(8001) == addresses[2], "data parallel engines have that of the first one"
-    assert storage_channel.results_address(8002) != addresses[2]
+    assert settings.storage_address(8001) == addresses[2], "data parallel engines have that of the first one"
+    assert settings.storage_address(8002) != addresses[2]

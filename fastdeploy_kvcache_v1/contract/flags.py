@@ -1,0 +1,123 @@
+"""Flag: the one declaration of a flag. Command lines, FastDeploy's arguments, help, files and docs are made from it.
+
+A flag is declared in the room that owns its meaning, and hosts collect theirs. Those of `KVCacheConfig` are here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import KVCacheConfig, WritePolicy, one_of
+from ..errors import ConfigError
+
+EXPECTED: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
+FITS: dict[type, tuple[type, ...]] = {float: (int, float), Path: (str, Path)}
+
+
+@dataclass(frozen=True, eq=False)
+class Flag:
+    name: str
+    """In a namespace, in files, in FastDeploy's configuration: `swap_space` for `--swap-space`."""
+    help: str
+    type: type = str
+    default: Any = None
+    _: KW_ONLY
+    group: str
+    """Title in help. Docs have a table for each."""
+    otherwise: str = ""
+    """What holds without the flag, where no `default` says it."""
+    unit: str | None = None
+    """Stands for the value in help."""
+    choices: Iterable[str] = ()
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    fastdeploy: Literal["yes", "added", "no"] = "no"
+    """Has FastDeploy's api_server a flag of that name? `added`: by this package."""
+
+    @property
+    def option(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def full_help(self) -> str:
+        """With choices and default."""
+        text = f"{self.help}: {', '.join(self.choices)}" if self.choices else self.help
+        if self.otherwise or self.default is None:
+            return f"{text} (default: {self.otherwise})" if self.otherwise else text
+        return f"{text} (default: {format(self.default, 'g' if self.type is float else '')})"
+
+    def checked(self, value: object, name: str | None = None) -> Any:
+        """`value`, of the flag's type. Raises `ConfigError`, which calls it `name` if that is not the option's."""
+        name = name or self.option
+        if self.choices:
+            one_of(name, self.choices, value)
+        fits = isinstance(value, FITS.get(self.type, self.type)) and isinstance(value, bool) == (self.type is bool)
+        if isinstance(value, (int, float)):
+            fits = fits and math.isfinite(value) and self.above < value and self.least <= value <= self.most
+        if not fits:
+            raise ConfigError(f"{name} must be {EXPECTED.get(self.type, 'text')}{self._bounds()}, got {value!r}")
+        return self.type(value)
+
+    def _bounds(self) -> str:
+        if self.most < math.inf:
+            return f" from {self.least} to {self.most}"
+        if self.above > -math.inf:
+            return f" above {self.above:g}"
+        return f" of at least {self.least}" if self.least > -math.inf else ""
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag], *, with_defaults: bool = False) -> None:
+    """In groups by their titles. Without defaults a flag that is not given is None."""
+    groups: dict[str, Any] = {}
+    for flag in flags:
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        options: dict[str, Any] = {"type": flag.type, "metavar": flag.unit}
+        if flag.type is bool:
+            options = {"action": argparse.BooleanOptionalAction if flag.default else "store_true"}
+        options["default"] = flag.default if with_defaults else None
+        groups[flag.group].add_argument(flag.option, help=flag.full_help, **options)
+
+
+_cache = partial(Flag, group="cache", fastdeploy="yes")
+
+BLOCK_SIZE = _cache("block_size", "tokens per cache block", int, KVCacheConfig.block_size, unit="TOKENS", least=1)
+SWAP_SPACE = _cache(
+    "swap_space",
+    "host memory of the cache in GiB, all tensor-parallel ranks together; 0: none",
+    float,
+    otherwise="1, or less where memory is short; FastDeploy: none",
+    unit="GIB",
+    least=0,
+)
+WRITE_POLICY = _cache(
+    "write_policy",
+    "when a block gets its host copy",
+    otherwise="auto; with storage: write_through; with --write-through-threshold: write_through_selective",
+    unit="POLICY",
+    choices=WritePolicy,
+)
+WRITE_THROUGH_THRESHOLD = _cache(
+    "write_through_threshold",
+    "hits after which write_through_selective copies a block",
+    int,
+    otherwise=str(KVCacheConfig.write_through_threshold),
+    unit="HITS",
+    least=1,
+    fastdeploy="added",
+)
+CACHE_FLAGS = (
+    BLOCK_SIZE,
+    _cache("num_gpu_blocks_override", "blocks of the device tier", int, otherwise="by memory", unit="N", least=1),
+    SWAP_SPACE,
+    _cache("enable_prefix_caching", "share the KV of common prefixes", bool, KVCacheConfig.enable_prefix_caching),
+    WRITE_POLICY,
+    WRITE_THROUGH_THRESHOLD,
+)
