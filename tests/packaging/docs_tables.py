@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases, table_for
 from fastdeploy_kvcache_v1.fastdeploy_integration.refusals import FOREIGN, OF_ROLES, REFUSALS
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
+from fastdeploy_kvcache_v1.lab.server.settings import FLAGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = "./scripts/docs-tables"
@@ -55,9 +57,28 @@ def refusals() -> Iterator[str]:
         yield f"| {row.setting.format(Placeholder())} | {row.reason} | {row.instead} |"
 
 
+def flags(group: str) -> Iterator[str]:
+    yield "| flag | meaning | in FastDeploy |"
+    yield "|---|---|---|"
+    for flag in FLAGS:
+        if flag.group == group:
+            value = "" if flag.type is bool else f" {flag.unit or flag.name.upper()}"
+            name = f"--[no-]{flag.option[2:]}" if flag.default is True else flag.option
+            yield f"| `{name}{value}` | {flag.full_help} | {flag.fastdeploy} |"
+
+
+PAGES_OF_FLAGS = {
+    "cache": "fastdeploy.md",
+    "storage": "storage.md",
+    "prefill and decode": "transfer.md",
+    "server": "embedded-server.md",
+    "model": "embedded-server.md",
+}
+
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "releases": ("fastdeploy.md", releases),
     "refusals": ("fastdeploy.md", refusals),
+    **{f"flags of {group}": (page, partial(flags, group)) for group, page in PAGES_OF_FLAGS.items()},
 }
 """By the name in the marks: the page, and the lines."""
 

@@ -2,13 +2,19 @@
 
 import pytest
 
-from .docs_tables import COMMAND, DOCS, pages, written
+from fastdeploy_kvcache_v1.lab.server.settings import FLAGS
+
+from .docs_tables import COMMAND, DOCS, PAGES_OF_FLAGS, pages, written
 
 
 @pytest.mark.parametrize("page", pages())
 def test_the_tables_of_a_page_are_those_of_the_package(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert text == written(page, text), f"write them anew: {COMMAND}"
+
+
+def test_every_flag_is_in_a_page():
+    assert {flag.group for flag in FLAGS} == PAGES_OF_FLAGS.keys()
 
 
 def test_a_page_that_lost_its_marks_is_named():
