@@ -195,3 +195,37 @@ def test_without_swap_space_there_is_no_tier(configure):
 def test_what_cannot_work_is_one_line_at_start(configure, model, attention_backend, flags, line):
     with pytest.raises(ValueError, match=re.escape(line)):
         configure(model, attention_backend, flags)
+
+
+OURS = {
+    "write_policy": "write_through_selective",
+    "write_through_threshold": 3,
+    "eviction_policy": "lru",
+    "kvcache_storage_backend": "file",
+    "kvcache_storage_dir": "kv",
+    "kvcache_storage_gib": 2,
+    "storage_prefetch": "best_effort",
+}
+
+
+def test_our_flags_come_through_fastdeploys_file_and_the_command_line_wins(configure):
+    Path("flags.yml").write_text(json.dumps(OURS), encoding="utf-8")  # JSON is YAML
+    cache = configure(QWEN, "APPEND_ATTN", ["--config", "flags.yml", "--write-through-threshold", "5"]).cache_config
+    assert {name: getattr(cache, name) for name in OURS} == OURS | {"write_through_threshold": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("write_policy", "never"),
+        ("write_through_threshold", "many"),
+        ("eviction_policy", "oldest"),
+        ("kvcache_storage_backend", "tape"),
+        ("kvcache_storage_gib", 0),
+        ("storage_prefetch", "soon"),
+    ],
+)
+def test_a_wrong_value_in_fastdeploys_file_is_refused(configure, name, value):
+    Path("flags.yml").write_text(json.dumps(OURS | {name: value}), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} must be .*, got "):
+        configure(QWEN, "APPEND_ATTN", ["--config", "flags.yml"])
