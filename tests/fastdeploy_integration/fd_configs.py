@@ -2,13 +2,16 @@
 
 from types import SimpleNamespace
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.settings import ADDED_FLAGS
+
 SECTIONS = {
     "cache_config": {
+        **{flag.name: flag.default for flag in ADDED_FLAGS},
         "block_size": 4, "total_block_num": 8, "num_cpu_blocks": 4, "host_block_bytes": None,
         "swap_space": None, "sized_by_swap_space": False, "enable_prefix_caching": True, "enable_output_caching": True,
         "write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru",
         "kvcache_storage_backend": None, "kvcache_storage_dir": "/unused", "kvcache_storage_gib": 1.0,
-        "storage_prefetch": "timeout", "disable_chunked_mm_input": False, "local_rdma_comm_ports": None,
+        "disable_chunked_mm_input": False, "local_rdma_comm_ports": None,
     },
     "load_config": {"dynamic_load_weight": False, "load_choices": "default_v1"},
     "model_config": {

@@ -7,6 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import settings
+from fastdeploy_kvcache_v1.storage.settings import STORAGE_FLAGS
 
 
 @pytest.fixture(autouse=True)
@@ -16,8 +17,8 @@ def clean_environment(monkeypatch):
 
 
 def flags(backend="file", directory="/a", gib=1.0, prefetch="timeout"):
-    names = "kvcache_storage_backend", "kvcache_storage_dir", "kvcache_storage_gib", "storage_prefetch"
-    return SimpleNamespace(**dict(zip(names, (backend, directory, gib, prefetch), strict=True)))
+    given = {"kvcache_storage_backend": backend, "kvcache_storage_dir": directory, "storage_prefetch": prefetch}
+    return SimpleNamespace(**{flag.name: flag.default for flag in STORAGE_FLAGS} | given | {"kvcache_storage_gib": gib})
 
 
 WORKER = flags(directory=None, gib=None, prefetch=None)

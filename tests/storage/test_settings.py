@@ -11,7 +11,7 @@ from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTie
 from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, make_tier, open_backend
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings, takes_host_blocks
+from fastdeploy_kvcache_v1.storage.settings import STORAGE_FLAGS, Prefetch, StorageSettings, takes_host_blocks
 from tests.storage.attention_store.memory import space
 from tests.storage.engines import RecordingLink
 from tests.storage.values import namespace
@@ -20,10 +20,13 @@ from tests.storage.values import namespace
 def of_flags(backend="file", directory="kv", gib=1.0, prefetch="timeout"):
     return StorageSettings.of_flags(
         SimpleNamespace(
-            kvcache_storage_backend=backend,
-            kvcache_storage_dir=directory,
-            kvcache_storage_gib=gib,
-            storage_prefetch=prefetch,
+            **{flag.name: flag.default for flag in STORAGE_FLAGS}
+            | {
+                "kvcache_storage_backend": backend,
+                "kvcache_storage_dir": directory,
+                "kvcache_storage_gib": gib,
+                "storage_prefetch": prefetch,
+            }
         )
     )
 

@@ -57,7 +57,9 @@ def test_the_command_line_has_our_flags_and_leaves_the_check_to_the_configuratio
     assert vars(parser.parse_args([])) == OUR_ARGUMENTS
     words = "--write-policy write_back --write-through-threshold 7 --kvcache-storage-dir d --kvcache-storage-gib 1.5"
     chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort", "--eviction-policy", "oldest"])
-    assert list(vars(chosen).values()) == ["write_back", 7, "oldest", "d", 1.5, "best_effort"]
+    given = {"write_policy": "write_back", "write_through_threshold": 7, "eviction_policy": "oldest"}
+    given |= {"kvcache_storage_dir": "d", "kvcache_storage_gib": 1.5, "storage_prefetch": "best_effort"}
+    assert vars(chosen) == OUR_ARGUMENTS | given
     with pytest.raises(ConfigError, match="--eviction-policy must be one of adaptive, lru, got 'oldest'"):
         cache_config(**vars(chosen))
 
