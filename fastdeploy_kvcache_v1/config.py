@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 
-__all__ = ["KVCacheConfig", "WritePolicy", "one_of"]
+__all__ = ["KVCacheConfig", "WritePolicy"]
 
 
 def one_of(name: str, choices: Iterable[str], given: object) -> None:

@@ -60,7 +60,7 @@ class Flag:
             one_of(name, self.choices, value)
         fits = isinstance(value, FITS.get(self.type, self.type)) and isinstance(value, bool) == (self.type is bool)
         if isinstance(value, (int, float)):
-            fits = fits and math.isfinite(value) and self.above < value and self.least <= value <= self.most
+            fits = fits and self.above < value < math.inf and self.least <= value <= self.most
         if not fits:
             raise ConfigError(f"{name} must be {EXPECTED.get(self.type, 'text')}{self._bounds()}, got {value!r}")
         return self.type(value)

@@ -10,7 +10,13 @@ from fastdeploy_kvcache_v1.contract.flags import Flag, add_flags
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.lab.server.settings import FLAGS
 
-WRONG = {int: [0.5, True, "1"], float: [math.nan, math.inf, True, "1"], bool: [1, "true"], str: [1], Path: [1]}
+WRONG = {
+    int: [0.5, True, "1", -(10**400)],
+    float: [math.nan, math.inf, True, "1"],
+    bool: [1, "true"],
+    str: [1],
+    Path: [1],
+}
 
 
 def wrong_values(flag):
