@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 
-__all__ = ["KVCacheConfig", "WritePolicy"]
+__all__ = ["KVCacheConfig", "WritePolicy", "one_of"]
 
 
 def one_of(name: str, choices: Iterable[str], given: object) -> None:
@@ -50,6 +50,9 @@ class WritePolicy(str, enum.Enum):
 
 DEFAULT_PORT = 8000
 """Of both servers."""
+
+MIB = 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)

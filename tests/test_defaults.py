@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1.config import DEFAULT_PORT, KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.config import DEFAULT_PORT, GIB, KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.contract.flags import add_flags
 from fastdeploy_kvcache_v1.lab import replay
 from fastdeploy_kvcache_v1.lab.model.config import load_model_config
 from fastdeploy_kvcache_v1.lab.server.settings import FLAGS, server_config
 from fastdeploy_kvcache_v1.switch import SWITCH, is_enabled
-from fastdeploy_kvcache_v1.units import GIB
 
 PACKAGE = Path(__file__).parents[1] / "fastdeploy_kvcache_v1"
 SHARED = ("block_size", "write_policy", "write_through_threshold", "eviction_policy")

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..attention.base import CacheLayout
 from ..attention.layouts import needed_numbers
+from ..config import GIB
 from ..errors import ConfigError
-from ..units import GIB
 from ..worker.runtime.base import free_host_memory, require
 from .backends import family_of, make_backend
 

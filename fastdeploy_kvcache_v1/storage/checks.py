@@ -8,9 +8,9 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..config import MIB
 from ..errors import KVCacheError
 from ..extras import Finding, missing_libraries, needed_by
-from ..units import MIB
 
 CLIENTS = {"mooncake": "mooncake", "attention_store": "attentionstore_sdk"}
 """The Python module of a backend that needs one."""

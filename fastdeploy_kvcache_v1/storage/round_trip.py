@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..attention.base import CacheLayout, RoleSpec
+from ..config import MIB
 from ..contract.messages import BlockHash
 from ..errors import StorageError
-from ..units import MIB
 from .base import StorageBackend, StoreKey
 from .namespace import Namespace, block_key
 from .seal import TRAILER_BYTES, is_sealed, seal

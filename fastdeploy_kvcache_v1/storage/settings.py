@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import one_of
+from ..config import GIB, one_of
 from ..contract.flags import Flag
 from ..errors import ConfigError
-from ..units import GIB
 
 __all__ = ["STORAGE_FLAGS", "Prefetch", "StorageSettings"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from ..config import GIB
 from ..errors import ConfigError, PeerRefusedError
-from ..units import GIB
 from ..worker.ops.rows import BlockRows
 from .mooncake_source import MooncakeSource
 from .one_sided import OneSidedPlane, Region, region_of

@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..config import GIB
 from ..errors import KVCacheError
 from ..extras import Finding, missing_libraries
-from ..units import GIB
 
 PADDLE_LIBRARIES = {"libgomp.so.1": "libgomp1"}
 """Of the system, with Debian's names of their packages: no package of PyPI brings them."""

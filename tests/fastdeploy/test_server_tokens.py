@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.units import GIB
+from fastdeploy_kvcache_v1.config import GIB
 
 from .cpu_server import BLOCK_SIZE, ask, started, user, wait_until
 from .models import LATENT, PLAIN

@@ -20,8 +20,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...config import MIB
 from ...errors import InvariantError, KVCacheError
-from ...units import MIB
 from .api_error import ApiError, describe_validation, error_body
 from .disaggregation.settings import Role
 from .engine.engine import Engine

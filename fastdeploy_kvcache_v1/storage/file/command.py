@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from ...config import GIB
 from ...errors import ConfigError, StorageError
-from ...units import GIB
 from ..namespace import FORMAT_VERSION
 from .directory import COUNTER, FORMAT, has_format, remove_abandoned
 from .inventory import amount, inventory

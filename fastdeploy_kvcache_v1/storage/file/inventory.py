@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ...units import GIB, MIB
+from ...config import GIB, MIB
 from .directory import MANIFEST
 from .value_files import namespaces, values_of
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ...config import GIB, MIB
 from ...errors import ConfigError
-from ...units import GIB, MIB
 
 __all__ = ["MooncakeSettings", "largest_registration"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from ...config import GIB
 from ...contract.messages import CopyPath
 from ...errors import ConfigError, LayerSwapTimeoutError, TransferError
-from ...units import GIB
 from ..ops import HostBuffer, LayerRows
 from ..ops.copies import Copies
 from . import memory_limits

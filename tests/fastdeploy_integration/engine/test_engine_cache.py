@@ -7,6 +7,7 @@ import pytest
 import zmq
 
 from fastdeploy_kvcache_v1 import __version__
+from fastdeploy_kvcache_v1.config import GIB
 from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, PrefillTime, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
@@ -18,7 +19,6 @@ from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.telemetry.metrics import source_of
 from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
-from fastdeploy_kvcache_v1.units import GIB
 from tests.fastdeploy_integration.fd_configs import fd_config
 from tests.fastdeploy_integration.test_copy_channel import wait_for
 

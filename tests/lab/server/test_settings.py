@@ -4,12 +4,12 @@ import argparse
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import GIB
 from fastdeploy_kvcache_v1.contract.flags import add_flags
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.lab.model.config import ChecksumConfig, load_model_config
 from fastdeploy_kvcache_v1.lab.model.reproducible import default_threads
 from fastdeploy_kvcache_v1.lab.server.settings import FLAGS, server_config
-from fastdeploy_kvcache_v1.units import GIB
 
 BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
 STORAGE = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv")

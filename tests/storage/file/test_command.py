@@ -7,10 +7,10 @@ import time
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
+from fastdeploy_kvcache_v1.config import GIB, MIB
 from fastdeploy_kvcache_v1.storage.file import command
 from fastdeploy_kvcache_v1.storage.file.inventory import amount
 from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION
-from fastdeploy_kvcache_v1.units import GIB, MIB
 from tests.storage.file.stores import FILE_BYTES, age, everything, stored
 from tests.storage.values import got, keys, namespace, put
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import GIB, MIB
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings, largest_registration
-from fastdeploy_kvcache_v1.units import GIB, MIB
 
 NEEDED = {"metadata_server": "P2PHANDSHAKE", "master_server_addr": "10.1.2.3:50051"}
 VARIABLES = {f"MOONCAKE_{name.upper()}": value for name, value in NEEDED.items()}

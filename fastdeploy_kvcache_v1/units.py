@@ -1,6 +1,0 @@
-"""Units of memory."""
-
-from __future__ import annotations
-
-MIB = 1 << 20
-GIB = 1 << 30
