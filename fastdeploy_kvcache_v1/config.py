@@ -9,16 +9,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import ConfigError
 
 __all__ = ["KVCacheConfig", "WritePolicy", "one_of"]
 
 
-def one_of(name: str, choices: Iterable[str], given: object) -> None:
-    """Raises `ConfigError` for what is none of the `choices`; `name` is what the user knows the setting by."""
+def one_of(name: str, choices: Iterable[str], given: Any) -> Any:
+    """`given`. Raises `ConfigError` for what is none of the `choices`; `name` is what the user calls the setting."""
     if given not in (known := tuple(choices)):
         raise ConfigError(f"{name} must be one of {', '.join(known)}, got {given!r}")
+    return given
 
 
 class WritePolicy(str, enum.Enum):
@@ -41,8 +43,7 @@ class WritePolicy(str, enum.Enum):
         Raises `ConfigError`.
         """
         if policy:
-            one_of("--write-policy", cls, policy)
-            return cls(policy)
+            return cls(one_of("--write-policy", cls, policy))
         if threshold is not None:
             return cls.WRITE_THROUGH_SELECTIVE
         return cls.WRITE_THROUGH if stores else cls.AUTO
@@ -84,8 +85,7 @@ class KVCacheConfig:
     """Blocks that events not taken yet may name; past it, `take_events` describes the whole cache. 0: no events."""
 
     def __post_init__(self) -> None:
-        one_of("write_policy", WritePolicy, self.write_policy)
-        object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
+        object.__setattr__(self, "write_policy", WritePolicy(one_of("write_policy", WritePolicy, self.write_policy)))
         for name, least in (
             ("num_device_blocks", 1),
             ("num_host_blocks", 0),
@@ -96,10 +96,8 @@ class KVCacheConfig:
             ("max_queued_events", 0),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{name} must be an integer, got {value!r}")
-            if value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
     @property
     def device_order(self) -> str:

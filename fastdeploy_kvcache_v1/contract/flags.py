@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -73,12 +73,10 @@ class Flag:
         return f" of at least {self.least}" if self.least > -math.inf else ""
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag], *, with_defaults: bool = False) -> None:
+def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag], *, with_defaults: bool = False) -> None:
     """In groups by their titles. Without defaults a flag that is not given is None."""
-    groups: dict[str, Any] = {}
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(flag.group for flag in flags)}
     for flag in flags:
-        if flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
         options: dict[str, Any] = {"type": flag.type, "metavar": flag.unit}
         if flag.type is bool:
             options = {"action": argparse.BooleanOptionalAction if flag.default else "store_true"}

@@ -39,8 +39,7 @@ def log_directory() -> Path:
 
 def host_block_bytes() -> int | None:
     """Bytes of a host block by which the engine sized the tier; None when it did not."""
-    text = os.environ.get(BLOCK_BYTES_VARIABLE)
-    return int(text) if text else None
+    return int(os.environ.get(BLOCK_BYTES_VARIABLE) or 0) or None
 
 
 def storage_settings(cache: Any) -> StorageSettings | None:
@@ -51,8 +50,7 @@ def storage_settings(cache: Any) -> StorageSettings | None:
     if not cache.kvcache_storage_backend:
         return None
     if cache.kvcache_storage_gib is None:  # a worker
-        exported = os.environ.get(STORAGE_VARIABLE)
-        if not exported:
+        if not (exported := os.environ.get(STORAGE_VARIABLE)):
             raise ConfigError(f"the engine has not told this worker of its storage: {STORAGE_VARIABLE} is not set")
         return StorageSettings(**json.loads(exported))
     return StorageSettings.of_flags(cache, directory=os.environ.get(DIRECTORY_VARIABLE))

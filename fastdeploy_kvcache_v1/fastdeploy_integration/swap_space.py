@@ -83,10 +83,7 @@ def kv_cache_quant_type(config: Any) -> str | None:
 
 
 def num_host_blocks(gib: float, block_bytes: int, num_ranks: int) -> int:
-    """Blocks of `block_bytes` on each of `num_ranks` ranks that fit into `gib` GiB together.
-
-    Raises `ConfigError` for less than one block.
-    """
+    """Blocks of `block_bytes` on each of `num_ranks` ranks in `gib` GiB. Raises `ConfigError` for less than one."""
     blocks = int(gib * GIB) // (block_bytes * num_ranks)
     if blocks == 0:
         raise ConfigError(

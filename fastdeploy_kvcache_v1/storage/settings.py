@@ -81,13 +81,8 @@ class StorageSettings:
         """Blocks go from and to the device tier. If not, they go through the host tier."""
         return not takes_host_blocks(self.backend)
 
-    @property
-    def needs_host_tier(self) -> bool:
-        return not self.uses_device_tier
-
     def __post_init__(self) -> None:
-        one_of("--storage-prefetch", Prefetch, self.prefetch)
-        object.__setattr__(self, "prefetch", Prefetch(self.prefetch))
+        object.__setattr__(self, "prefetch", Prefetch(one_of("--storage-prefetch", Prefetch, self.prefetch)))
         object.__setattr__(self, "directory", None if self.directory is None else Path(self.directory))
         one_of("--kvcache-storage-backend", BACKENDS, self.backend)
         if self.backend == "file" and self.directory is None:
@@ -106,8 +101,7 @@ class StorageSettings:
 def _is_set(variable: str) -> bool:
     """FastDeploy's switches are 0 or 1."""
     text = os.environ.get(variable, "0")
-    if text not in ("0", "1"):
-        raise ConfigError(f"the environment variable {variable} must be 0 or 1, got {text!r}")
+    one_of(f"the environment variable {variable}", ("0", "1"), text)
     return text == "1"
 
 

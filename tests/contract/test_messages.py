@@ -68,13 +68,13 @@ def test_swap_metadata_needs_a_target_per_source() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_device_blocks": 0}, "num_device_blocks must be at least 1, got 0"),
-        ({"num_host_blocks": -1}, "num_host_blocks must be at least 0"),
-        ({"block_size": 0}, "block_size must be at least 1"),
-        ({"write_through_threshold": 0}, "write_through_threshold must be at least 1"),
+        ({"num_device_blocks": 0}, "num_device_blocks must be a whole number of at least 1, got 0"),
+        ({"num_host_blocks": -1}, "num_host_blocks must be a whole number of at least 0"),
+        ({"block_size": 0}, "block_size must be a whole number of at least 1"),
+        ({"write_through_threshold": 0}, "write_through_threshold must be a whole number of at least 1"),
         ({"write_policy": "write_sometimes"}, "write_policy must be one of auto, "),
-        ({"num_device_blocks": 1.5}, "must be an integer"),
-        ({"num_host_blocks": True}, "must be an integer"),
+        ({"num_device_blocks": 1.5}, "must be a whole number of at least"),
+        ({"num_host_blocks": True}, "must be a whole number of at least"),
     ],
 )
 def test_wrong_settings_say_what_to_do(options: dict[str, object], message: str) -> None:

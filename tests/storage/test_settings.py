@@ -42,8 +42,7 @@ def of_flags(backend="file", directory="kv", gib=1.0, prefetch="timeout"):
 )
 def test_a_store_is_of_the_host_or_of_the_device_tier(backend, on_host, shared, tier):
     settings = of_flags(backend)
-    needs = settings.needs_host_tier, settings.uses_device_tier, settings.needs_shared_memory
-    assert needs == (on_host, not on_host, shared)
+    assert (settings.uses_device_tier, settings.needs_shared_memory) == (not on_host, shared)
     assert takes_host_blocks(backend) == on_host
     manager = CacheManager(KVCacheConfig(8, 8 * on_host))
     assert type(make_tier(manager, settings, None, RecordingLink(1))) is tier
@@ -99,7 +98,7 @@ def test_the_least_that_can_work():
 
 def test_a_variable_that_is_no_switch_is_named(monkeypatch):
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", "yes")
-    with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH must be 0 or 1, got 'yes'"):
+    with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH must be one of 0, 1, got 'yes'"):
         of_flags("attention_store")
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ...config import one_of
 from ...errors import ConfigError
 from ...transfer.cuda_ipc_plane import CudaIpcPlane
 from ...transfer.mooncake_plane import MooncakePlane
@@ -65,8 +66,7 @@ class RankPlace:
 def transfer_choice(environment: Mapping[str, str] = os.environ) -> TransferChoice:
     """Raises `ConfigError`."""
     plane = environment.get(PLANE, PLANES[0])
-    if plane not in PLANES:
-        raise ConfigError(f"{PLANE} is {plane!r}: choose one of {', '.join(PLANES)}")
+    one_of(PLANE, PLANES, plane)
     limits = _limits(environment.get(LIMITS, "{}"))
     digest = limits.pop("digest", True)
     return TransferChoice(TransferSettings(secret=_secret(environment), **limits), plane, digest is True)

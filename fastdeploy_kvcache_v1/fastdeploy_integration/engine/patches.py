@@ -161,7 +161,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
 
         self._tell_start()
         storage = self._storage_settings
-        has_reports = self.num_cpu_blocks or (storage is not None and not storage.needs_host_tier)
+        has_reports = self.num_cpu_blocks or (storage is not None and storage.uses_device_tier)
         if cache_config.enable_prefix_caching and has_reports and self.reports is None:
             self._listen_to_workers(engine_worker_queue_port)
             if storage is not None:

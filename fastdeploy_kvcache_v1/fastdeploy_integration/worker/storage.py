@@ -96,7 +96,7 @@ def rank_storage(
         return None
     port, rank = int(ranks.local_engine_worker_queue_port), int(ranks.tensor_parallel_rank)
     addresses = storage_address(port, rank), storage_address(port)
-    if settings.needs_host_tier:
+    if not settings.uses_device_tier:
         return HostStorage(settings, addresses, rank) if cache.num_cpu_blocks else None
     agent = AttentionStoreAgent(
         *addresses,

@@ -125,8 +125,7 @@ EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionOrder]] = {
 
 def eviction_order(name: str, history: ReuseHistory) -> EvictionOrder:
     """Raises `ConfigError`."""
-    one_of("eviction_policy", EVICTION_POLICIES, name)
-    return EVICTION_POLICIES[name](history)
+    return EVICTION_POLICIES[one_of("eviction_policy", EVICTION_POLICIES, name)](history)
 
 
 EVICTION_POLICY = Flag(

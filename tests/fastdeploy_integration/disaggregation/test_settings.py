@@ -29,7 +29,7 @@ def test_the_secret_is_that_of_the_file_and_limits_are_those_given(secret):
     [
         ({settings.SECRET_FILE: ""}, "share a secret: write one to a file"),
         ({settings.SECRET_FILE: "/nowhere/at/all"}, "cannot be read: .*No such file"),
-        ({settings.PLANE: "carrier pigeon"}, "choose one of socket, mooncake"),
+        ({settings.PLANE: "carrier pigeon"}, "must be one of socket, mooncake, cuda_ipc, got "),
         ({settings.LIMITS: "5"}, "give an object of"),
         ({settings.LIMITS: "{"}, "is not JSON"),
         ({settings.LIMITS: '{"secret": 1}'}, "give an object of"),

@@ -146,11 +146,11 @@ def test_json_is_one_object(synthetic_trace, capsys):
 REFUSALS = [
     # flags, the one line
     (("--write-policy", "sometimes"), "write_through, write_through_selective, write_back"),
-    (("--write-through-threshold", "0"), "write_through_threshold must be at least 1"),
-    (("--device-blocks", "0"), "num_device_blocks must be at least 1"),
+    (("--write-through-threshold", "0"), "write_through_threshold must be a whole number of at least 1"),
+    (("--device-blocks", "0"), "num_device_blocks must be a whole number of at least 1"),
     (("--device-blocks", "1000000000000"), "a replay has room for 67108864 device blocks at most, got 1000000000000"),
     (("--device-blocks", "5,6"), "--device-blocks takes several numbers with --compare only, got 5,6"),
-    (("--host-blocks", "-1"), "num_host_blocks must be at least 0"),
+    (("--host-blocks", "-1"), "num_host_blocks must be a whole number of at least 0"),
     (("--host-blocks", "67108865"), "a replay has room for 67108864 host blocks at most, got 67108865"),
     (("--host-blocks", "5,6"), "--host-blocks takes several numbers with --compare only, got 5,6"),
     (("--block-size", "100"), "block size 100 must divide the 64 tokens of a hash id"),
@@ -162,7 +162,7 @@ REFUSALS = [
     (("--compare", "--policies", "mru"), "unknown policy 'mru': choose from auto, write_through"),
     (("--eviction-policy", "mru"), "eviction_policy must be one of adaptive, lru, got 'mru'"),
     (("--compare", "--write-policy", "write_back"), "--write-policy write_back: --compare plays every policy"),
-    (("--compare", "--device-blocks", "0,5"), "num_device_blocks must be at least 1, got 0"),
+    (("--compare", "--device-blocks", "0,5"), "num_device_blocks must be a whole number of at least 1, got 0"),
 ]
 
 

@@ -73,7 +73,7 @@ def test_only_to_flush_its_index_is_fastdeploys_variable(monkeypatch):
     assert config.cache.max_queued_events > 0, "its index follows cache events"
     assert not configure(*STORAGE).storage.flush_only
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", "yes")
-    with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH must be 0 or 1, got 'yes'"):
+    with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH must be one of 0, 1, got 'yes'"):
         configure(*ATTENTION_STORE)
 
 
