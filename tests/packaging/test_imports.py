@@ -62,7 +62,7 @@ INSIDE = {
         "lab/server",
     },
     "lab/server/worker": {"attention", "worker", "storage", "transfer", "lab/model", "lab/server"},
-    "lab/server": {"scheduler", "worker", "storage", "transfer", "lab/model", "lab/hub"},
+    "lab/server": {"attention", "scheduler", "worker", "storage", "transfer", "lab/model", "lab/hub"},
     "lab/router": {"transfer", "lab/server"},
     "lab/demo": {"lab/server"},
     "lab/fastdeploy_cpu": {"attention", "worker", "fastdeploy_integration", "lab/model"},

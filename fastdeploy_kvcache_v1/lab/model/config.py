@@ -9,7 +9,6 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from ...attention.base import AttentionCacheBackend
-from ...attention.layouts import FAMILIES as LAYOUTS
 from ...attention.layouts import CacheGeometry, make_cache_backend, needed_numbers
 from ...config import one_of
 from ...errors import ConfigError, ModelError
@@ -222,9 +221,6 @@ class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
 
 
 ModelConfig: TypeAlias = ChecksumConfig | LlamaConfig
-
-FAMILIES = tuple(LAYOUTS)
-"""Of the random model, which has a cache of any layout."""
 
 
 def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool = False) -> ModelConfig:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="read flags from a YAML file; those of the command line win"
+        "--config", type=Path, metavar="FILE", help="read flags from a YAML file; the command line wins"
     )
     parser.add_argument("--print-config", action="store_true", help="print the flags as such a file, and end")
     add_flags(parser, FLAGS)
@@ -72,9 +72,8 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     args.model = None if model_path is None else str(model_path)
     from ...worker.runtime.base import free_host_memory
 
-    config = server_config(
-        args, load_model_config(model_path, args.model_family, mtp=bool(args.mtp)), free_bytes=free_host_memory()
-    )
+    model = load_model_config(model_path, args.model_family, mtp=bool(args.mtp))
+    config = server_config(args, model, free_bytes=free_host_memory())
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return serve(config, load_tokenizer(model_path))
 
@@ -83,9 +82,8 @@ def _exec_fastdeploy(given: dict[str, Any], extra: Sequence[str]) -> NoReturn:
     """Replace this process by the one that runs FastDeploy's server without a GPU, with its flags among the `given`."""
     if (path := given.get("record_trace")) is not None:
         os.environ[RECORD_VARIABLE] = str(path)  # FastDeploy takes it as a variable
-    model = fastdeploy_cpu_model(given.pop("model", None))
-    theirs = {} if model is None else {"model": model}
-    theirs |= {name: value for name, value in given.items() if name not in OWN_FLAGS}
+    given["model"] = fastdeploy_cpu_model(given.get("model"))
+    theirs = {name: value for name, value in given.items() if name not in OWN_FLAGS and value is not None}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", CPU_SERVER, *_words(theirs), *extra])

@@ -42,5 +42,6 @@ def fill(args: argparse.Namespace) -> dict[str, Any]:
 
 def text(values: Mapping[str, Any]) -> str:
     """A file with these flags; None is left out."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-    return yaml.safe_dump({name: value for name, value in plain.items() if value is not None}, sort_keys=False)
+    given = {name: value for name, value in values.items() if value is not None}
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return yaml.safe_dump(plain, sort_keys=False)

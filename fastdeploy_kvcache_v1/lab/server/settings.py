@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...attention.layouts import FAMILIES
 from ...config import DEFAULT_PORT, GIB, KVCacheConfig, WritePolicy
 from ...contract.flags import CACHE_FLAGS, Flag
 from ...errors import ConfigError
 from ...scheduler.policies.eviction import EVICTION_POLICY
 from ...storage.settings import STORAGE_FLAGS, StorageSettings, takes_host_blocks
-from ..model.config import CACHE_DTYPES, DEFAULT_FAMILY, FAMILIES, ChecksumConfig, ModelConfig
+from ..model.config import CACHE_DTYPES, DEFAULT_FAMILY, ChecksumConfig, ModelConfig
 from ..model.reproducible import default_threads
 from .disaggregation.settings import ROLE_FLAGS, RoleSettings, role_settings
 
