@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import __version__
+from .contract.extras import needed_by
 from .errors import ConfigError, KVCacheError
-from .extras import needed_by
 
 PROGRAM = "fastdeploy-kvcache"
 EXIT_ERROR = 2

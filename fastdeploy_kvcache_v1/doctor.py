@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import __version__, plugin
+from .contract.extras import Finding, needed_by
 from .errors import ConfigError, KVCacheError
-from .extras import Finding, needed_by
 
 
 class Check(NamedTuple):

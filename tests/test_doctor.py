@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import asdict
 
-from fastdeploy_kvcache_v1 import cli, doctor, extras, plugin
+from fastdeploy_kvcache_v1 import cli, doctor, plugin
+from fastdeploy_kvcache_v1.contract import extras
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import checks as fastdeploy_checks
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
+from ..contract.extras import Finding
 from ..errors import OverlayError
-from ..extras import Finding
 from ..switch import SWITCH, is_enabled
 from .overlay import bodies, release, table
 from .overlay.overlay import UNKNOWN_BODIES, Overlay, overlay_for

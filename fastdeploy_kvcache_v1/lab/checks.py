@@ -7,8 +7,8 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
+from ..contract.extras import MODULES, Finding
 from ..errors import OverlayError
-from ..extras import MODULES, Finding
 
 COMMANDS = {"": "replay and traffic", "embedded": "serve and router", "demo": "demo"}
 """Of the lab, by the extra that they need."""

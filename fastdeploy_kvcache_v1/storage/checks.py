@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config import MIB
+from ..contract.extras import Finding, missing_libraries, needed_by
 from ..errors import KVCacheError
-from ..extras import Finding, missing_libraries, needed_by
 
 CLIENTS = {"mooncake": "mooncake", "attention_store": "attentionstore_sdk"}
 """The Python module of a backend that needs one."""

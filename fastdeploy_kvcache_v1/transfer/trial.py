@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from ..contract.extras import Finding
 from ..errors import KVCacheError, PeerRefusedError
-from ..extras import Finding
 from .authentication import prove_to_peer
 from .channel import connect
 from .geometry import require_compatible

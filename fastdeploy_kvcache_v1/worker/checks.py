@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config import GIB
+from ..contract.extras import Finding, missing_libraries
 from ..errors import KVCacheError
-from ..extras import Finding, missing_libraries
 
 PADDLE_LIBRARIES = {"libgomp.so.1": "libgomp1"}
 """Of the system, with Debian's names of their packages: no package of PyPI brings them."""

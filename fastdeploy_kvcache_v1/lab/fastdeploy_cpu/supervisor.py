@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from ...contract.extras import needed_by
 from ...errors import KVCacheError
-from ...extras import needed_by
 from ...fastdeploy_integration.engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from ...fastdeploy_integration.settings import LOG_DIRECTORY, RUN_DIRECTORY
 from ...switch import SWITCH

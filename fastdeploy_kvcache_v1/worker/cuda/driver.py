@@ -15,8 +15,8 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint8, c
 from functools import cache
 from typing import Any, Protocol
 
+from ...contract.extras import needed_by
 from ...errors import ConfigError, TransferError
-from ...extras import needed_by
 
 VERSION = 12080
 """Of the interface that is asked for: cuMemcpyBatchAsync got another signature under the same name later."""

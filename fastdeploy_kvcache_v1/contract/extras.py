@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["Finding", "missing_libraries", "needed_by"]
 
