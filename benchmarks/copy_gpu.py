@@ -84,19 +84,19 @@ class Tiers:
         """Seconds between the events, and seconds of this thread."""
         import numpy as np
 
-        from fastdeploy_kvcache_v1.worker.ops import plan_runs
+        from fastdeploy_kvcache_v1.worker.ops import plan_spans
 
         length = RUN[case.pattern]
         starts = np.random.default_rng(turn).permutation(SLOTS // length) * length
         slots = [start + place for start in starts.tolist() for place in range(length)][: case.blocks]
-        runs = plan_runs(slots, slots, num_sources=SLOTS, num_targets=SLOTS)
+        spans = plan_spans(slots, slots, num_sources=SLOTS, num_targets=SLOTS)
         stream, copies = self._streams[case.to_device], self._copies
         before, start = stream.record_event(timed=True), time.thread_time()
         if case.layer_by_layer:
             for layer in range(self.layers):
-                stream.submit(partial(copies.layer, stream, layer, runs, to_device=case.to_device))
+                stream.submit(partial(copies.layer, stream, layer, spans, to_device=case.to_device))
         else:
-            stream.submit(partial(copies.all_layers, stream, runs, to_device=case.to_device))
+            stream.submit(partial(copies.all_layers, stream, spans, to_device=case.to_device))
         spent, after = time.thread_time() - start, stream.record_event(timed=True)
         after.wait(60)
         return after.seconds_since(before), spent

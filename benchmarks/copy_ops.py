@@ -18,7 +18,7 @@ import numpy as np
 from _support import median, save
 
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, copies, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, copies, plan_spans
 
 BYTES = 128 << 20
 """Of each side; far more than the caches hold."""
@@ -48,7 +48,7 @@ class Memory:
         order, slots = (every if case.pattern == "contiguous" else rng.permutation(self.blocks) for _ in range(2))
         to_device = case.direction == "swap-in"
         to, of = (self.device, self.host) if to_device else (self.host, self.device)
-        runs = plan_runs(order.tolist(), slots.tolist(), num_sources=self.blocks, num_targets=self.blocks)
+        spans = plan_spans(order.tolist(), slots.tolist(), num_sources=self.blocks, num_targets=self.blocks)
         tiers = [[LayerRows([_rows(array)])] for array in (self.device, self.host)]
         by_c = copies.CpuCopies(*tiers)
         with mock.patch.object(copies, "library", return_value=None):
@@ -64,8 +64,8 @@ class Memory:
 
         return {
             "memcpy": memcpy,
-            "c": lambda: by_c.all_layers(None, runs, to_device=to_device),
-            "numpy": lambda: by_numpy.all_layers(None, runs, to_device=to_device),
+            "c": lambda: by_c.all_layers(None, spans, to_device=to_device),
+            "numpy": lambda: by_numpy.all_layers(None, spans, to_device=to_device),
             "numpy fancy indexing": fancy,
         }
 

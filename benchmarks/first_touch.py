@@ -10,7 +10,7 @@ from _support import median, save
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
-from fastdeploy_kvcache_v1.worker.ops.rows import plan_runs
+from fastdeploy_kvcache_v1.worker.ops.rows import plan_spans
 from fastdeploy_kvcache_v1.worker.runtime.placement import touch
 
 BLOCK = 1 << 20
@@ -20,14 +20,14 @@ TURNS = 15
 
 def one_turn(source: LayerRows, *, touched: bool) -> tuple[float, float]:
     """Milliseconds of touching new memory, and of the first copy into it."""
-    runs = plan_runs(range(BLOCKS), range(BLOCKS), num_sources=BLOCKS, num_targets=BLOCKS)
+    spans = plan_spans(range(BLOCKS), range(BLOCKS), num_sources=BLOCKS, num_targets=BLOCKS)
     memory = ops.host_alloc(BLOCKS * BLOCK)
     times = [time.perf_counter()]
     if touched:
         touch(memory.array)
     times.append(time.perf_counter())
     host = LayerRows([BlockRows(memory.address, BLOCKS, BLOCK, BLOCK, owner=memory.array)])
-    CpuCopies([source], [host]).all_layers(None, runs, to_device=False)
+    CpuCopies([source], [host]).all_layers(None, spans, to_device=False)
     times.append(time.perf_counter())
     touch_s, copy_s = np.diff(times).tolist()
     return 1e3 * touch_s, 1e3 * copy_s

@@ -15,7 +15,7 @@ from time import perf_counter
 from _support import made_small, median, save
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel, NoSpace, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel, CopyResult, NoSpace
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher, GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
@@ -155,8 +155,8 @@ def failed_copy(count: int) -> Seconds:
     for number in range(REPEATS):
         play(cache, given(blocks(4, count + 1 + number)))
         step = cache.take_swap_step()
-        failed = TransferResult(
-            step.step, CacheLevel.DEVICE, CacheLevel.HOST, 4, 0, 0.0, step.evict.target_slots[-4:], "injected"
+        failed = CopyResult(
+            step.step, CacheLevel.DEVICE, CacheLevel.HOST, 4, 0, 0.0, step.swap_out.target_slots[-4:], "injected"
         )
         yield timed(lambda failed=failed: cache.transfer_failed(failed))  # type: ignore[misc]
 
@@ -216,7 +216,7 @@ def store_piece(length: int) -> Seconds:
     step = cache.take_swap_step()
 
     def store(first: int) -> None:
-        slots = step.evict.target_slots[first : first + PIECE]
+        slots = step.swap_out.target_slots[first : first + PIECE]
         assert cache.begin_store("store", step.step, frozenset(slots)).slots == slots
         cache.end_store("store")
 

@@ -24,7 +24,7 @@ import numpy as np
 from _support import median, percentile, save
 
 from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
-from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import BlockCopies, CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.contract.swap_message import SwapEncoder
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
@@ -142,8 +142,8 @@ def _tasks(
     """One decode task, as when one row gets another block, which carries the step."""
     out, into = blocks
     carrier = task(1, 0, tables[0] if tables else free[:1])
-    device_to_host = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, tuple(free[:out]), tuple(host[:out]))
-    host_to_device = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, tuple(host[out:]), tuple(free[:into]))
+    device_to_host = BlockCopies(CacheLevel.DEVICE, CacheLevel.HOST, tuple(free[:out]), tuple(host[:out]))
+    host_to_device = BlockCopies(CacheLevel.HOST, CacheLevel.DEVICE, tuple(host[out:]), tuple(free[:into]))
     setattr(carrier, SWAP_ATTRIBUTE, encoder.encode(SwapStep.of(number, device_to_host, host_to_device)))
     setattr(carrier, ROWS_ATTRIBUTE, tuple((index, tokens) for index in range(len(tables))))
     return [carrier]

@@ -1,6 +1,6 @@
 // The copy kernel: rows of cache blocks between device tensors and page-locked, block-major host memory. Bytes only.
 //
-// `rows` says where each role of each layer keeps its blocks on either side; it is uploaded once. `runs` is the plan of
+// `rows` says where each role of each layer keeps its blocks on either side; it is uploaded once. `spans` is the plan of
 // one copy, uploaded once however many layers use it. A launch copies the rows [first_row, end_row) of all its blocks.
 // Rows are cut into pieces that a warp has in flight at once. Accesses leave the caches to the model: nothing is
 // allocated in L1, and what passes through L2 leaves it first.
@@ -24,15 +24,15 @@ struct Row {
   int32_t bytes;
   int32_t unit;  // bytes of one access: 16, or less where the row is not on such borders
 };
-struct Run {
+struct Span {
   int32_t source, target;  // slots of its first block
-  int32_t first;           // blocks of the runs before
+  int32_t first;           // blocks of the spans before
 };
 struct Copy {
   const Row* rows;
-  const Run* runs;
+  const Span* spans;
   int32_t first_row, end_row;
-  int32_t num_runs, num_blocks;
+  int32_t num_spans, num_blocks;
   int32_t to_device;
 };
 struct alignas(16) Vector {
@@ -98,23 +98,23 @@ KVCACHE_BOTH void copy_piece(char* target, const char* source, int64_t piece, in
   }
 }
 
-// The run that has the copy's block number `block`.
-KVCACHE_BOTH inline const Run& run_of(const Copy& copy, int32_t block) {
-  int low = 0, high = copy.num_runs - 1;
+// The span that has the copy's block number `block`.
+KVCACHE_BOTH inline const Span& span_of(const Copy& copy, int32_t block) {
+  int low = 0, high = copy.num_spans - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (copy.runs[middle].first <= block) {
+    if (copy.spans[middle].first <= block) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  return copy.runs[low];
+  return copy.spans[low];
 }
 
 KVCACHE_BOTH inline void copy_piece_of_block(const Copy& copy, const Row& row, int32_t block, int64_t piece, int lane) {
-  const Run& run = run_of(copy, block);
-  const int64_t source = run.source + (block - run.first), target = run.target + (block - run.first);
+  const Span& span = span_of(copy, block);
+  const int64_t source = span.source + (block - span.first), target = span.target + (block - span.first);
   char* device = reinterpret_cast<char*>(row.device) + (copy.to_device ? target : source) * row.device_pitch;
   char* host = reinterpret_cast<char*>(row.host) + (copy.to_device ? source : target) * row.host_pitch;
   char* to = copy.to_device ? device : host;

@@ -22,7 +22,7 @@ enum Mode { kToHost = 0, kToDevice = 1 };
 
 struct Plan {
   std::vector<kvcache::Row> rows;  // of each cache tensor
-  std::vector<kvcache::Run> runs;
+  std::vector<kvcache::Span> spans;
   int32_t num_blocks;
   bool to_device;
 };
@@ -52,25 +52,25 @@ kvcache::Row row_of(const Tensor& cache, int64_t host, bool on_gpu) {
   return {device, static_cast<uint64_t>(host), bytes, bytes, static_cast<int32_t>(bytes), unit};
 }
 
-std::vector<kvcache::Run> runs_of(const Ids& sources, const Ids& targets) {
-  std::vector<kvcache::Run> runs;
+std::vector<kvcache::Span> spans_of(const Ids& sources, const Ids& targets) {
+  std::vector<kvcache::Span> spans;
   for (size_t i = 0; i < sources.size(); ++i) {
     if (i > 0 && sources[i] == sources[i - 1] + 1 && targets[i] == targets[i - 1] + 1) continue;
-    runs.push_back({static_cast<int32_t>(sources[i]), static_cast<int32_t>(targets[i]), static_cast<int32_t>(i)});
+    spans.push_back({static_cast<int32_t>(sources[i]), static_cast<int32_t>(targets[i]), static_cast<int32_t>(i)});
   }
-  return runs;
+  return spans;
 }
 
 void copy_on_cpu(const Plan& plan) {
   for (const auto& row : plan.rows) {
-    for (size_t i = 0; i < plan.runs.size(); ++i) {
-      const auto& run = plan.runs[i];
-      const int64_t end = i + 1 < plan.runs.size() ? plan.runs[i + 1].first : plan.num_blocks;
-      const int64_t device_slot = plan.to_device ? run.target : run.source;
-      const int64_t host_slot = plan.to_device ? run.source : run.target;
+    for (size_t i = 0; i < plan.spans.size(); ++i) {
+      const auto& span = plan.spans[i];
+      const int64_t end = i + 1 < plan.spans.size() ? plan.spans[i + 1].first : plan.num_blocks;
+      const int64_t device_slot = plan.to_device ? span.target : span.source;
+      const int64_t host_slot = plan.to_device ? span.source : span.target;
       auto* device = reinterpret_cast<char*>(row.device) + device_slot * row.bytes;
       auto* host = reinterpret_cast<char*>(row.host) + host_slot * row.bytes;
-      std::memcpy(plan.to_device ? device : host, plan.to_device ? host : device, (end - run.first) * row.bytes);
+      std::memcpy(plan.to_device ? device : host, plan.to_device ? host : device, (end - span.first) * row.bytes);
     }
   }
 }
@@ -93,16 +93,16 @@ uint64_t address_on_gpu(uint64_t host) {
 void copy_on_gpu(Plan plan, cudaStream_t stream) {
   for (auto& row : plan.rows) row.host = address_on_gpu(row.host);
   const size_t rows_bytes = plan.rows.size() * sizeof(kvcache::Row);
-  const size_t runs_bytes = plan.runs.size() * sizeof(kvcache::Run);
+  const size_t spans_bytes = plan.spans.size() * sizeof(kvcache::Span);
   char* table = nullptr;
-  check(cudaMallocAsync(reinterpret_cast<void**>(&table), rows_bytes + runs_bytes, stream));
+  check(cudaMallocAsync(reinterpret_cast<void**>(&table), rows_bytes + spans_bytes, stream));
   check(cudaMemcpyAsync(table, plan.rows.data(), rows_bytes, cudaMemcpyHostToDevice, stream));
-  check(cudaMemcpyAsync(table + rows_bytes, plan.runs.data(), runs_bytes, cudaMemcpyHostToDevice, stream));
+  check(cudaMemcpyAsync(table + rows_bytes, plan.spans.data(), spans_bytes, cudaMemcpyHostToDevice, stream));
   const kvcache::Copy copy{reinterpret_cast<kvcache::Row*>(table),
-                           reinterpret_cast<kvcache::Run*>(table + rows_bytes),
+                           reinterpret_cast<kvcache::Span*>(table + rows_bytes),
                            0,
                            static_cast<int32_t>(plan.rows.size()),
-                           static_cast<int32_t>(plan.runs.size()),
+                           static_cast<int32_t>(plan.spans.size()),
                            plan.num_blocks,
                            plan.to_device};
   void* arguments[] = {const_cast<kvcache::Copy*>(&copy)};
@@ -141,7 +141,7 @@ void swap(const std::vector<Tensor>& caches, const Ids& host, int64_t host_block
     check_ids("swap_block_ids_gpu", device_ids, caches[i].shape()[0]);
   }
   if (device_ids.empty()) return;
-  plan.runs = plan.to_device ? runs_of(host_ids, device_ids) : runs_of(device_ids, host_ids);
+  plan.spans = plan.to_device ? spans_of(host_ids, device_ids) : spans_of(device_ids, host_ids);
   run(plan, caches[0], waits);
 }
 

@@ -20,7 +20,7 @@ os.environ.update(PROMETHEUS_MULTIPROC_DIR=DIRECTORY, TMPDIR=DIRECTORY)
 from prometheus_client import REGISTRY, Gauge, Histogram, values  # noqa: E402
 
 from fastdeploy_kvcache_v1 import forks  # noqa: E402
-from fastdeploy_kvcache_v1.contract.messages import EVICT, TransferReport, TransferResult  # noqa: E402
+from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyResult, WorkerReport  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.metrics import CacheMetricsPublisher  # noqa: E402
@@ -60,7 +60,7 @@ def start_load() -> Overlay:
     steps = count()
 
     def report():
-        reporter.tell(TransferReport((TransferResult(next(steps), *EVICT, 1, 1, 0.0),)))
+        reporter.tell(WorkerReport((CopyResult(next(steps), *SWAP_OUT, 1, 1, 0.0),)))
         receiver.receive(wait=False)
 
     for work in (

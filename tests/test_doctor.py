@@ -27,7 +27,7 @@ from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_
 from fastdeploy_kvcache_v1.switch import SWITCH
 from fastdeploy_kvcache_v1.worker import checks as worker_checks
 from fastdeploy_kvcache_v1.worker.cuda import trial
-from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL, RUNS, Rates
+from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL, SPANS, Rates
 from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
 from tests.gpu.in_process import fake_gpu
 from tests.mooncake_master import Master, needs_mooncake
@@ -263,8 +263,8 @@ def test_the_cupy_that_fits_the_driver_is_named(served, of_cupy, ok, said):
 @pytest.mark.parametrize(
     ("rates", "ok", "said"),
     [
-        (Rates({RUNS: {}}, {KERNEL: "it hangs"}), True, "runs (not kernel: it hangs)"),
-        (Rates({}, {KERNEL: "no memory"}), False, "runs (not kernel: no memory)"),
+        (Rates({SPANS: {}}, {KERNEL: "it hangs"}), True, "spans (not kernel: it hangs)"),
+        (Rates({}, {KERNEL: "no memory"}), False, "spans (not kernel: no memory)"),
         (ConfigError("plain copies give other bytes"), False, "plain copies give other bytes"),
     ],
 )

@@ -1,7 +1,7 @@
 """Types and messages shared by the scheduler half and the worker half.
 
 Everything here is picklable and free of paddle, cupy and fastdeploy. The worker never sees the prefix tree: it
-receives `SwapStep`s and answers with `TransferReport`s.
+receives `SwapStep`s and answers with `WorkerReport`s.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from ..telemetry.metrics import counter, gauge, part, source
 
 __all__ = [
     "COPY_ORDER",
-    "EVICT",
-    "NO_EVICT",
     "NO_SWAP_IN",
+    "NO_SWAP_OUT",
     "SWAP_IN",
+    "SWAP_OUT",
     "Allocation",
     "BatchRequest",
+    "BlockCopies",
     "BlockHash",
     "BlockHashes",
     "CacheAccess",
     "CacheEvent",
     "CacheLevel",
-    "CacheSwapMetadata",
     "CopyKind",
     "CopyPath",
+    "CopyResult",
     "CopyTotals",
     "DeviceSlot",
     "HostSlot",
@@ -42,8 +43,7 @@ __all__ = [
     "RankCopies",
     "StoreSource",
     "SwapStep",
-    "TransferReport",
-    "TransferResult",
+    "WorkerReport",
     "positions",
 ]
 
@@ -179,10 +179,10 @@ class StoreSource(NamedTuple):
 CopyKind = tuple[CacheLevel, CacheLevel]
 """From which tier to which."""
 
-EVICT: CopyKind = (CacheLevel.DEVICE, CacheLevel.HOST)
+SWAP_OUT: CopyKind = (CacheLevel.DEVICE, CacheLevel.HOST)
 SWAP_IN: CopyKind = (CacheLevel.HOST, CacheLevel.DEVICE)
 
-COPY_ORDER: tuple[CopyKind, ...] = (EVICT, SWAP_IN)
+COPY_ORDER: tuple[CopyKind, ...] = (SWAP_OUT, SWAP_IN)
 """The order in which one step runs its copies; the step computes after all of them.
 
 A swap-in may fill a device slot that an eviction of the same step reads, and compute reads what swap-ins fill. A new
@@ -191,7 +191,7 @@ kind of copy is one entry here and one copy path in the worker.
 
 
 @dataclass(frozen=True)
-class CacheSwapMetadata:
+class BlockCopies:
     """Block copies of one kind: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
 
     Target slots are unique within one object, so its copies may run in any order. Slots are a tuple, or a `SlotArray`
@@ -220,8 +220,8 @@ class CacheSwapMetadata:
         return bool(self.source_slots)
 
 
-NO_EVICT = CacheSwapMetadata(*EVICT)
-NO_SWAP_IN = CacheSwapMetadata(*SWAP_IN)
+NO_SWAP_OUT = BlockCopies(*SWAP_OUT)
+NO_SWAP_IN = BlockCopies(*SWAP_IN)
 
 
 @dataclass(frozen=True)
@@ -234,10 +234,10 @@ class SwapStep:
     """
 
     step: int
-    transfers: tuple[CacheSwapMetadata, ...] = ()
+    transfers: tuple[BlockCopies, ...] = ()
 
     @classmethod
-    def of(cls, step: int, *transfers: CacheSwapMetadata) -> SwapStep:
+    def of(cls, step: int, *transfers: BlockCopies) -> SwapStep:
         """The `transfers` that copy anything, in the order in which a step runs them."""
         return cls(step, tuple(sorted([each for each in transfers if each.source_slots], key=_rank)))
 
@@ -251,12 +251,12 @@ class SwapStep:
             last = rank
 
     @property
-    def evict(self) -> CacheSwapMetadata:
+    def swap_out(self) -> BlockCopies:
         """Its copies from the device to the host."""
-        return next((each for each in self.transfers if each.kind == EVICT), NO_EVICT)
+        return next((each for each in self.transfers if each.kind == SWAP_OUT), NO_SWAP_OUT)
 
     @property
-    def swap_in(self) -> CacheSwapMetadata:
+    def swap_in(self) -> BlockCopies:
         """Its copies from the host to the device."""
         return next((each for each in self.transfers if each.kind == SWAP_IN), NO_SWAP_IN)
 
@@ -264,7 +264,7 @@ class SwapStep:
         return bool(self.transfers)
 
 
-def _rank(transfer: CacheSwapMetadata) -> int:
+def _rank(transfer: BlockCopies) -> int:
     # By identity: hashing members of an enum costs more than the rest of a step's bookkeeping.
     for rank, (origin, target) in enumerate(COPY_ORDER):
         if transfer.source is origin and transfer.target is target:
@@ -290,7 +290,7 @@ class BatchRequest:
 
 
 @dataclass(frozen=True)
-class TransferResult:
+class CopyResult:
     """What became of one transfer of one `SwapStep`; failed ones invalidate their target slots."""
 
     step: int
@@ -383,7 +383,7 @@ class RankCopies:
         default=(),
     )
 
-    def add(self, result: TransferResult) -> None:
+    def add(self, result: CopyResult) -> None:
         """A copy has ended."""
         totals = self.swap_in if result.target is CacheLevel.DEVICE else self.swap_out
         totals.seconds += result.seconds
@@ -395,10 +395,10 @@ class RankCopies:
 
 
 @dataclass(frozen=True)
-class TransferReport:
+class WorkerReport:
     """Copies that ended since the last report."""
 
-    transfers: tuple[TransferResult, ...] = ()
+    transfers: tuple[CopyResult, ...] = ()
     exposed_wait_s: float = 0.0
     """Seconds the compute stood still for copies since the last report."""
     ended_through: int = -1

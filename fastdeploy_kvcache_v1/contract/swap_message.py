@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, overload
 
 from ..errors import MessageVersionError, TransferError
-from .messages import CacheLevel, CacheSwapMetadata, SwapStep
+from .messages import BlockCopies, CacheLevel, SwapStep
 
 VERSION = 2
 """Counts the changes of `SwapMessage`."""
@@ -137,7 +137,7 @@ def decode(message: SwapMessage) -> tuple[SwapStep, int]:
         raise MessageVersionError("swap message", found=version, expected=VERSION)
     _, number, previous, copies = message
     transfers = [
-        CacheSwapMetadata(TIERS[source], TIERS[target], SlotArray(sources), SlotArray(targets))
+        BlockCopies(TIERS[source], TIERS[target], SlotArray(sources), SlotArray(targets))
         for source, target, sources, targets in copies
     ]
     return SwapStep(number, tuple(transfers)), previous

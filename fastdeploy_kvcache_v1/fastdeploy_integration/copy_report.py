@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..contract.messages import TransferReport
+from ..contract.messages import WorkerReport
 from ..errors import MessageVersionError
 from ..forks import SOCKET_DIRECTORIES
 
@@ -33,7 +33,7 @@ class CopyReport(msgspec.Struct, frozen=True):
     """Names the process: a worker that starts again counts from 0 again, under another name."""
     number: int
     """Counts the reports of the process from 0, those that it could not send included."""
-    news: TransferReport
+    news: WorkerReport
     """Since the last report that was sent; of copies, those that failed. Its totals are of the process."""
     unlisted_through: int = -1
     """Copies of this step and earlier ones may have failed without being in any report: there were too many."""

@@ -88,7 +88,7 @@ class BlockPool(Generic[Slot]):
             assert self._owned[slot], "only what has an owner is read"
             self._readers[slot] = self._readers.get(slot, 0) + 1
 
-    def let_go(self, slots: Sequence[Slot]) -> None:
+    def release_held(self, slots: Sequence[Slot]) -> None:
         """One reader less of each of `slots`."""
         for slot in reversed(slots):
             self._readers[slot] -= 1

@@ -25,6 +25,7 @@ from ..contract.messages import (
     BlockHashes,
     CacheEvent,
     CacheLevel,
+    CopyResult,
     DeviceSlot,
     HostSlot,
     LoadSlots,
@@ -32,24 +33,23 @@ from ..contract.messages import (
     NoSpace,
     StoreSource,
     SwapStep,
-    TransferResult,
 )
 from ..errors import BlockPoolError, CacheStateError, ConfigError
 from .block_pool import BlockPool
 from .cache_stats import CacheStats, Counters
+from .copies_by_step import CopiesByStep
 from .event_log import EventLog
 from .invariants import expect
 from .loans import Loads, Stores
 from .lookahead import Lookahead
 from .policies.backup import BACKUP_POLICIES
-from .policies.doubles import Doubles
 from .policies.eviction import eviction_order
+from .policies.host_duplicates import HostDuplicates
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
 from .reuse.history import ReuseHistory
 from .tiering import Tiering
-from .told_copies import ToldCopies
 
 __all__ = ["CacheManager"]
 
@@ -77,7 +77,7 @@ class CacheManager:
             self._host_pool,
             eviction_order(config.device_order, self._history),
             eviction_order(config.host_order, self._history),
-            Doubles(self._device_pool, self._host_pool, are_saved=backup.saves_at_eviction),
+            HostDuplicates(self._device_pool, self._host_pool, are_saved=backup.saves_at_eviction),
             self._events,
         )
         self._tree = RadixTree(self._residency)
@@ -311,12 +311,12 @@ class CacheManager:
         with self._lock:
             return any(self._residency.open_copies(level) for level in CacheLevel)
 
-    def transfer_failed(self, result: TransferResult) -> list[str]:
+    def transfer_failed(self, result: CopyResult) -> list[str]:
         """A copy failed in the worker: its targets hold garbage and are forgotten, with every block below them.
 
         Returns the running requests that use such a block: preempt and recompute them. Tell of a failure before
         committing what was computed on top of such a block. O(requests + blocks copied in
-        that step), but O(cache) for a step of long ago, see `told_copies.py`.
+        that step), but O(cache) for a step of long ago, see `copies_by_step.py`.
         """
         if not result.target_slots:
             return []
@@ -343,7 +343,7 @@ class CacheManager:
             in_use = self._requests.forget_matches()
             self._history.forget()
             self._tree.detach_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
-            self._tiering.told = ToldCopies()
+            self._tiering.told = CopiesByStep()
             if force:
                 self._residency.close_copies()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from ..contract.messages import CacheLevel
 from ..errors import InvariantError
-from .run import WIDTH, Link, Run, RunQueue
+from .run import WIDTH, QueueNode, Run, RunQueue
 
 
 def expect(condition: bool, broken: str) -> None:
@@ -31,7 +31,7 @@ def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> 
     expect(transfers == {run for run in (*runs, *detached) if run.open is not None}, "open transfers and runs disagree")
 
 
-def check_queue(queues: Sequence[RunQueue], places: Mapping[Run, Link], waiting: Set[Run], tier: str) -> None:
+def check_queue(queues: Sequence[RunQueue], places: Mapping[Run, QueueNode], waiting: Set[Run], tier: str) -> None:
     """`places` of the findable runs of a tier, some of them `waiting` for runs below: each is in the tier's queues at
     most once, and none that can be evicted is missing.
     """

@@ -144,7 +144,7 @@ class Stores:
         if store_id not in self._stores:
             raise CacheStateError(f"store {store_id} is unknown, or has ended already")
         level, slots = self._stores.pop(store_id)
-        self._pools[level].let_go(slots)
+        self._pools[level].release_held(slots)
         if level is CacheLevel.HOST:
             self._residency.host_store_ended()
 

@@ -68,15 +68,15 @@ class RadixTree:
             begin, is_new = end - run.length, run.last_use < 0
             while stretches[index][0] > end or (is_new and stretches[index][0] == end):
                 index += 1
-            depth, kind = stretches[index]
+            depth, use_class = stretches[index]
             if is_new:
-                run.kind = stretches[index - 1][1] if index else 0
-                if depth > begin and kind != run.kind:
+                run.use_class = stretches[index - 1][1] if index else 0
+                if depth > begin and use_class != run.use_class:
                     begin, parent = depth, self.split(run, depth - begin)
             elif depth > begin:
-                run.kind = kind
+                run.use_class = use_class
             elif index:  # no watched block in it: used at least as often as the next one below
-                run.kind = stretches[index - 1][1]
+                run.use_class = stretches[index - 1][1]
             run.last_use = now
             run, end = parent, begin
 

@@ -14,8 +14,8 @@ from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import BlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
-from .policies.doubles import Doubles
 from .policies.eviction import EvictionOrder
+from .policies.host_duplicates import HostDuplicates
 from .run import DEVICE, HOST, HostCopy, Run, RunQueue
 
 
@@ -34,14 +34,14 @@ class Residency:
         host_pool: BlockPool[HostSlot],
         device_order: EvictionOrder,
         host_order: EvictionOrder,
-        doubles: Doubles,
+        host_duplicates: HostDuplicates,
         events: EventLog,
     ) -> None:
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.device_order = device_order
         self.host_order = host_order
-        self.doubles = doubles
+        self.host_duplicates = host_duplicates
         self._deferred = RunQueue()
         """Host copies that a search met while a copy of the open step fills or reads them."""
         self._held = RunQueue()
@@ -92,7 +92,7 @@ class Residency:
             self._use_host(run.host)
 
     def _use_host(self, host: HostCopy) -> None:
-        if not (self.doubles.may_be and self.doubles.take(host)):
+        if not (self.host_duplicates.may_be and self.host_duplicates.take(host)):
             self.host_order.use(host)
 
     def expect(self, paths: Sequence[Sequence[Run]]) -> None:
@@ -105,7 +105,7 @@ class Residency:
             for run in reversed(path):
                 if run.on_device:
                     on_device.touch(run)
-                if run.host is not None and not run.host.is_double:
+                if run.host is not None and not run.host.is_duplicate:
                     on_host.touch(run.host)
 
     # ---- slots
@@ -214,18 +214,20 @@ class Residency:
         """The run whose host copy is to go next; None if no copy can go. What cannot is out of the way now. `is_lost`:
         the next one that is lost with it, as if no copy could be spared.
         """
-        doubles = self.doubles.youngest_first() if self.doubles.may_be and not is_lost else ()
-        return next(filter(self._is_host_victim, chain(doubles, self.host_order.candidates(), self._expected[1])), None)
+        host_duplicates = self.host_duplicates.youngest_first() if self.host_duplicates.may_be and not is_lost else ()
+        return next(
+            filter(self._is_host_victim, chain(host_duplicates, self.host_order.candidates(), self._expected[1])), None
+        )
 
     def _is_host_victim(self, run: Run) -> bool:
         host = run.host
         assert host is not None
-        is_used = run.pins and not host.is_double
+        is_used = run.pins and not host.is_duplicate
         must_wait = is_used or (run.children and not run.on_device)
         is_held = self.num_loose(run, 1) == 0
         if not must_wait and run.open is None and not is_held:
             return True
-        self.doubles.drop(host)
+        self.host_duplicates.drop(host)
         if not must_wait:
             (self._held if run.open is None else self._deferred).touch(host)
         return False
@@ -250,7 +252,7 @@ class Residency:
             self.device_order.enter(run, first=True)
         host = run.host
         waits = host is None or host.is_queued or (run.children and not run.on_device)
-        if host is not None and not waits and not (self.doubles.may_be and self.doubles.take(host)):
+        if host is not None and not waits and not (self.host_duplicates.may_be and self.host_duplicates.take(host)):
             self.host_order.enter(host, first=True)
 
     # ---- cutting and joining
@@ -261,7 +263,7 @@ class Residency:
             head.enter_after(run)
         if run.host is not None:
             head.host = HostCopy(head)
-            head.host.is_double = run.host.is_double
+            head.host.is_duplicate = run.host.is_duplicate
             if run.host.is_queued:
                 head.host.enter_after(run.host)
         if run.open is not None:
@@ -307,8 +309,8 @@ class Residency:
                 self._free_if_unused(run)
                 continue
             self._events.stored(level, run)
-            if level is CacheLevel.DEVICE and run.host is not None and self.doubles.are_wanted:
-                self.doubles.take(run.host)
+            if level is CacheLevel.DEVICE and run.host is not None and self.host_duplicates.are_wanted:
+                self.host_duplicates.take(run.host)
         self._open.clear()
         for place in self._deferred.drain(youngest_first=True):
             self.host_order.enter(place, first=True)
@@ -330,8 +332,10 @@ class Residency:
         check_queue(self._device_queues(), {run: run for run in runs if run.on_device}, waiting, "device")
         waiting = {run for run in runs if run.children and not run.on_device}
         check_queue(self._host_queues(), {run: run.host for run in runs if run.host}, waiting, "host")
-        doubles = {run for run in runs if run.host is not None and run.host.is_double}
-        expect(doubles == set(self.doubles), "the queue of doubles misses some, or holds others")
+        host_duplicates = {run for run in runs if run.host is not None and run.host.is_duplicate}
+        expect(
+            host_duplicates == set(self.host_duplicates), "the queue of host duplicates misses some, or holds others"
+        )
         device = sum(run.length for run in runs if run.on_device and not run.pins)
         expect(
             device == self.num_device_evictable, f"{device} device blocks evictable, not {self.num_device_evictable}"
@@ -341,7 +345,7 @@ class Residency:
         return [*self.device_order.queues, self._expected[0]]
 
     def _host_queues(self) -> list[RunQueue]:
-        return [*self.host_order.queues, self._expected[1], self._deferred, self._held, self.doubles]
+        return [*self.host_order.queues, self._expected[1], self._deferred, self._held, self.host_duplicates]
 
     # ---- inside
 
@@ -352,7 +356,7 @@ class Residency:
             del self._open[run]
         run.leave_queue()
         self.device_pool.free(run.leave_device())
-        if run.host is not None and run.host.is_double and not run.detached:
+        if run.host is not None and run.host.is_duplicate and not run.detached:
             self._use_host(run.host)
         if run.parent is not None:
             self.unblock(run.parent)

@@ -33,7 +33,7 @@ _NO_CHILDREN: dict[BlockHash, Run] = {}
 """What every leaf shares, because most runs are leaves. Never written: `Run.add_child` replaces it."""
 
 
-class Link:
+class QueueNode:
     """A place in the order of a tier; in no queue while it has no neighbours."""
 
     __slots__ = ("older", "younger")
@@ -42,18 +42,18 @@ class Link:
     """Whose place it is."""
 
     def __init__(self) -> None:
-        self.older: Link | None = None
-        self.younger: Link | None = None
+        self.older: QueueNode | None = None
+        self.younger: QueueNode | None = None
 
     @property
     def is_queued(self) -> bool:
         return self.younger is not None
 
-    def is_next_to(self, other: Link) -> bool:
+    def is_next_to(self, other: QueueNode) -> bool:
         """Is `other` the next younger one, or are both in no queue?"""
         return self.younger is (other if other.is_queued else None)
 
-    def enter_after(self, other: Link) -> None:
+    def enter_after(self, other: QueueNode) -> None:
         """It is in no queue, and is put one place younger than `other`, in the queue that holds `other`."""
         younger = other.younger
         assert younger is not None and not self.is_queued
@@ -69,19 +69,19 @@ class Link:
             self.older = self.younger = None
 
 
-class HostCopy(Link):
+class HostCopy(QueueNode):
     """That a run has host slots, and its place in the host queue."""
 
-    __slots__ = ("is_double", "run")
+    __slots__ = ("is_duplicate", "run")
 
     def __init__(self, run: Run) -> None:
         self.older = self.younger = None
         self.run = run
-        self.is_double = False
-        """It is in the queue of `Doubles`."""
+        self.is_duplicate = False
+        """It is in the queue of `HostDuplicates`."""
 
 
-class Run(Link):
+class Run(QueueNode):
     """A run is itself its place in the device queue: most runs are in that tier only, and a cache of one-block runs is
     made of little else.
     """
@@ -93,7 +93,6 @@ class Run(Link):
         "end",
         "hits",
         "host",
-        "kind",
         "last_use",
         "num_device_children",
         "on_device",
@@ -101,6 +100,7 @@ class Run(Link):
         "parent",
         "pins",
         "start",
+        "use_class",
     )
 
     def __init__(self, cells: Cells, start: int, end: int) -> None:
@@ -118,7 +118,7 @@ class Run(Link):
         self.pins = 0
         """Requests that use this run or one below it."""
         self.hits = 0
-        self.kind = 0
+        self.use_class = 0
         """How often requests found these blocks computed before, as a class of `ReuseHistory`."""
         self.last_use = -1
         """When the last request that used it ended, in the time of `ReuseHistory`; -1: none has."""
@@ -311,7 +311,7 @@ class Run(Link):
         assert self.parent is not None and not self.detached, "what cannot be found is not split"
         head = Run(self.cells, self.start, self.start + count)
         head.on_device, head.pins, head.hits, head.open = self.on_device, self.pins, self.hits, self.open
-        head.kind, head.last_use = self.kind, self.last_use
+        head.use_class, head.last_use = self.use_class, self.last_use
         self.parent.add_child(head)
         self.start += count
         head.add_child(self)
@@ -330,7 +330,7 @@ class Run(Link):
             and parent.parent is not None
             and parent.pins == self.pins
             and parent.hits == self.hits
-            and parent.kind == self.kind
+            and parent.use_class == self.use_class
             and (parent.last_use < 0) == (self.last_use < 0)  # of new blocks the class is not known yet
             and parent.open is None
             and self.open is None
@@ -384,7 +384,7 @@ class RunQueue:
     """Oldest first: a linked list, so that the half of a split run gets its place. Every method is O(1)."""
 
     def __init__(self) -> None:
-        end = self.end = Link()
+        end = self.end = QueueNode()
         """Between its youngest and its oldest place, always the same: `end.younger` is the oldest, or `end` itself. For
         those who ask often; never moved.
         """
@@ -408,7 +408,7 @@ class RunQueue:
             yield link.run
             link = following
 
-    def touch(self, link: Link) -> None:
+    def touch(self, link: QueueNode) -> None:
         """Make it the youngest, whatever queue it is in, or none."""
         end = self.end
         newest = end.older
@@ -422,11 +422,11 @@ class RunQueue:
         link.older, link.younger = newest, end
         newest.younger = end.older = link
 
-    def put_oldest(self, link: Link) -> None:
+    def put_oldest(self, link: QueueNode) -> None:
         """Put `link`, which is in no queue, before all others."""
         link.enter_after(self.end)
 
-    def drain(self, *, youngest_first: bool = False) -> Iterator[Link]:
+    def drain(self, *, youngest_first: bool = False) -> Iterator[QueueNode]:
         """Take out all places, one by one."""
         end = self.end
         while (link := end.older if youngest_first else end.younger) is not end:

@@ -9,24 +9,24 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from ..contract.messages import (
-    EVICT,
     SWAP_IN,
+    SWAP_OUT,
+    BlockCopies,
     CacheLevel,
-    CacheSwapMetadata,
     CopyKind,
+    CopyResult,
     DeviceSlot,
     NoSpace,
     SwapStep,
-    TransferResult,
 )
 from ..errors import PoolInUseError
 from .cache_stats import Counters
+from .copies_by_step import CopiesByStep
 from .lookahead import Lookahead
 from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
 from .residency import Residency
 from .run import DEVICE, Run
-from .told_copies import ToldCopies
 
 
 class Tiering:
@@ -42,7 +42,7 @@ class Tiering:
         self._counters = counters
         self.step = 0
         """Number of the step that is being decided."""
-        self.told = ToldCopies()
+        self.told = CopiesByStep()
         self._evicted_before = 0
         """Blocks that had left the device when the last step was taken."""
 
@@ -59,7 +59,7 @@ class Tiering:
     def num_evictable(self) -> int:
         """Blocks that the tiers hold, or could hold, beside those in use; host copies of blocks in use count, too."""
         device, host = self.num_available_device, self._residency.host_pool.size
-        return device + host if self._residency.doubles.are_wanted else max(device, host)
+        return device + host if self._residency.host_duplicates.are_wanted else max(device, host)
 
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` slots, evicting cached blocks where they are short. `NoSpace` changes nothing."""
@@ -137,7 +137,7 @@ class Tiering:
         copied = evicted + read
         if not copied:
             return SwapStep(step)
-        transfers = [_copies(kind, runs) for kind, runs in ((EVICT, evicted), (SWAP_IN, read)) if runs]
+        transfers = [_copies(kind, runs) for kind, runs in ((SWAP_OUT, evicted), (SWAP_IN, read)) if runs]
         self._counters.swap_out_blocks += sum([run.length for run in evicted])
         self._counters.swap_in_blocks += sum([run.length for run in read])
         self.told.remember(step, copied)
@@ -169,7 +169,7 @@ class Tiering:
                 for victim in reversed([below for below in run.subtree() if below.on_device]):
                     self._drop_device(victim)
 
-    def forget_failed(self, result: TransferResult) -> set[Run]:
+    def forget_failed(self, result: CopyResult) -> set[Run]:
         """Forget what is in the slots that `result` failed to fill, and the blocks below which are nowhere else.
 
         Returns the runs that can no longer be found; some may still be in use. Costs as `CacheManager.transfer_failed`.
@@ -282,11 +282,11 @@ class Tiering:
         return count
 
 
-def _copies(kind: CopyKind, runs: Sequence[Run]) -> CacheSwapMetadata:
+def _copies(kind: CopyKind, runs: Sequence[Run]) -> BlockCopies:
     on_device: list[int] = []
     on_host: list[int] = []
     for run in runs:
         on_device += run.slots(DEVICE, run.start, run.end)
         on_host += run.host_slots
-    sources, targets = (on_device, on_host) if kind is EVICT else (on_host, on_device)
-    return CacheSwapMetadata(*kind, tuple(sources), tuple(targets))
+    sources, targets = (on_device, on_host) if kind is SWAP_OUT else (on_host, on_device)
+    return BlockCopies(*kind, tuple(sources), tuple(targets))

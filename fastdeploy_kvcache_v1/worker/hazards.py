@@ -21,8 +21,8 @@ from .slot_set import NO_SLOTS, SlotSet, slot_set
 class Actor(enum.Enum):
     """Whose stream uses a slot. Uses by one stream are ordered by its FIFO and need no event."""
 
-    INPUT = "input"
-    OUTPUT = "output"
+    SWAP_IN = "swap_in"
+    SWAP_OUT = "swap_out"
     COMPUTE = "compute"
     REMOTE = "remote"
     """A lease or a fetch of `transfer/`: no stream of this process.

@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from ..contract.messages import (
-    EVICT,
     SWAP_IN,
+    SWAP_OUT,
+    BlockCopies,
     CacheLevel,
-    CacheSwapMetadata,
+    CopyResult,
     RankCopies,
     SwapStep,
-    TransferReport,
-    TransferResult,
+    WorkerReport,
 )
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, UnsupportedCopyError
 from . import ops
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 class Transfer:
     """The copies of one kind in one step: what was asked, the events that tell how it goes, the one result it gets."""
 
-    def __init__(self, step: int, metadata: CacheSwapMetadata, runs: ops.CopyRuns, num_bytes: int) -> None:
+    def __init__(self, step: int, copies: BlockCopies, spans: ops.CopySpans, num_bytes: int) -> None:
         self.step = step
-        self.metadata = metadata
-        self.runs = runs
+        self.copies = copies
+        self.spans = spans
         self.num_bytes = num_bytes
         self.started: Event
         self.finished: Event
@@ -48,7 +48,7 @@ class Transfer:
         """Why it was declared failed while still running."""
         self.is_reported = False
 
-    def take_result(self) -> TransferResult | None:
+    def take_result(self) -> CopyResult | None:
         """Once, when it is known: it has ended or was given up."""
         if self.is_reported or (self.given_up is None and not self.finished.done()):
             return None
@@ -56,14 +56,14 @@ class Transfer:
         error = self.given_up
         if error is None and self.finished.error is not None:
             error = describe(self.finished.error)
-        return TransferResult(
+        return CopyResult(
             step=self.step,
-            source=self.metadata.source,
-            target=self.metadata.target,
-            num_blocks=len(self.metadata),
+            source=self.copies.source,
+            target=self.copies.target,
+            num_blocks=len(self.copies),
             num_bytes=self.num_bytes,
             seconds=self.finished.seconds_since(self.started) if self.finished.done() else 0.0,
-            target_slots=() if error is None else tuple(self.metadata.target_slots),
+            target_slots=() if error is None else tuple(self.copies.target_slots),
             error=error,
         )
 
@@ -121,39 +121,39 @@ class CacheTransferManager:
         """
         if step.step <= self._last_step:
             raise CacheStateError(f"swap step {step.step} came after step {self._last_step}")
-        planned = [self._plan(step.step, metadata) for metadata in step.transfers]
+        planned = [self._plan(step.step, copies) for copies in step.transfers]
         self._last_step = step.step
         counter: LayerDoneCounter | None = None
-        soon = [transfer.runs.writes for transfer in planned if transfer.metadata.kind == SWAP_IN]
+        soon = [transfer.spans.writes for transfer in planned if transfer.copies.kind == SWAP_IN]
         for transfer in planned:
-            if transfer.metadata.kind == SWAP_IN:
-                self._copy(Actor.INPUT, transfer, by_layer=True)
+            if transfer.copies.kind == SWAP_IN:
+                self._copy(Actor.SWAP_IN, transfer, by_layer=True)
                 counter = self._counter_of(transfer)
             else:
-                by_layer = overwritten is not None and not transfer.runs.reads.isdisjoint(overwritten.union(*soon))
-                self._copy(Actor.OUTPUT, transfer, by_layer=by_layer)
+                by_layer = overwritten is not None and not transfer.spans.reads.isdisjoint(overwritten.union(*soon))
+                self._copy(Actor.SWAP_OUT, transfer, by_layer=by_layer)
         return counter
 
-    def _plan(self, step: int, metadata: CacheSwapMetadata) -> Transfer:
-        if metadata.kind not in (EVICT, SWAP_IN):
-            raise UnsupportedCopyError(metadata.source.value, metadata.target.value)
-        runs = ops.plan_runs(
-            metadata.source_slots,
-            metadata.target_slots,
-            num_sources=self._hazards[metadata.source].num_slots,
-            num_targets=self._hazards[metadata.target].num_slots,
+    def _plan(self, step: int, copies: BlockCopies) -> Transfer:
+        if copies.kind not in (SWAP_OUT, SWAP_IN):
+            raise UnsupportedCopyError(copies.source.value, copies.target.value)
+        spans = ops.plan_spans(
+            copies.source_slots,
+            copies.target_slots,
+            num_sources=self._hazards[copies.source].num_slots,
+            num_targets=self._hazards[copies.target].num_slots,
         )
-        return Transfer(step, metadata, runs, len(metadata) * self._block_bytes)
+        return Transfer(step, copies, spans, len(copies) * self._block_bytes)
 
     def _copy(self, actor: Actor, transfer: Transfer, *, by_layer: bool) -> None:
         """All layers in one call; or a call and an event for each, so that what waits for a layer goes on with it."""
         assert self._copies is not None, "a copy of a tier without slots was planned"
-        source, target = self._hazards[transfer.metadata.source], self._hazards[transfer.metadata.target]
+        source, target = self._hazards[transfer.copies.source], self._hazards[transfer.copies.target]
         to_device = target is self._device_hazards
         self._take_refilled()
         stream = self._stream_of(actor)
         stream.begin()
-        waits = source.before(actor, reads=transfer.runs.reads) + target.before(actor, writes=transfer.runs.writes)
+        waits = source.before(actor, reads=transfer.spans.reads) + target.before(actor, writes=transfer.spans.writes)
         whole, readers = self._by_layer(waits) if by_layer else (waits, [])
         for wait in whole:
             stream.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
@@ -162,13 +162,13 @@ class CacheTransferManager:
             for layer in range(len(self._device_layers)):
                 for reader in readers:
                     stream.wait_event(reader[layer])
-                stream.submit(self._copies.layer, stream, layer, transfer.runs, to_device)
+                stream.submit(self._copies.layer, stream, layer, transfer.spans, to_device)
                 transfer.layer_events.append(stream.record_event())
         else:
-            stream.submit(self._copies.all_layers, stream, transfer.runs, to_device)
+            stream.submit(self._copies.all_layers, stream, transfer.spans, to_device)
         transfer.finished = stream.record_event(timed=True)
-        source.after(actor, transfer.finished, reads=transfer.runs.reads)
-        target.after(actor, transfer.finished, writes=transfer.runs.writes)
+        source.after(actor, transfer.finished, reads=transfer.spans.reads)
+        target.after(actor, transfer.finished, writes=transfer.spans.writes)
         self._transfers.append(transfer)
 
     def _stream_of(self, actor: Actor) -> Stream:
@@ -181,7 +181,7 @@ class CacheTransferManager:
             len(self._device_layers),
             swap_in.layer_events,
             self._runtime.compute_stream,
-            swap_in.runs.writes,
+            swap_in.spans.writes,
             timeout_s=self._layer_timeout_s,
             on_failure=partial(self._give_up, swap_in),
         )
@@ -242,7 +242,7 @@ class CacheTransferManager:
             compute.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
         except LayerSwapTimeoutError as error:
             for transfer in self._transfers:
-                if transfer.finished is wait.event and transfer.metadata.target is CacheLevel.DEVICE:
+                if transfer.finished is wait.event and transfer.copies.target is CacheLevel.DEVICE:
                     self._give_up(transfer, str(error))
             raise
 
@@ -289,21 +289,21 @@ class CacheTransferManager:
             transfer.finished
             for transfer in list(self._transfers)
             if transfer.is_reported
-            and transfer.metadata.target is CacheLevel.DEVICE
-            and not late.isdisjoint(transfer.metadata.target_slots)
+            and transfer.copies.target is CacheLevel.DEVICE
+            and not late.isdisjoint(transfer.copies.target_slots)
             and not transfer.finished.done()
         ]
         return copies if self._filled.done() else [self._filled, *copies]
 
     # ---- results
 
-    def take_results(self) -> list[TransferResult]:
+    def take_results(self) -> list[CopyResult]:
         """Each transfer once, when it finished, failed or was given up; in submission order. Never blocks."""
         results = [result for transfer in self._transfers if (result := transfer.take_result()) is not None]
         self._transfers = [each for each in self._transfers if not (each.is_reported and each.finished.done())]
         return results
 
-    def take_report(self) -> TransferReport:
+    def take_report(self) -> WorkerReport:
         """As `take_results`, how long compute stood still for copies since the last report, and how far copies are."""
         waited_s = self._runtime.compute_stream.waited_s
         waited, self._waited_s = waited_s - self._waited_s, waited_s
@@ -313,13 +313,13 @@ class CacheTransferManager:
             self._counted.add(result)
             self._counted.paths = self._runtime.copy_paths()  # one that failed may be left
         oldest = min((transfer.step for transfer in self._transfers), default=self._last_step + 1)
-        return TransferReport(results, waited, oldest - 1, copies=self._counted)
+        return WorkerReport(results, waited, oldest - 1, copies=self._counted)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
         if transfer.given_up is None and not transfer.is_reported:
             logger.warning("swap-in of step %d given up: %s", transfer.step, reason)
             transfer.given_up = reason
-            self._hazards[transfer.metadata.target].fail(transfer.metadata.target_slots, transfer.finished)
+            self._hazards[transfer.copies.target].fail(transfer.copies.target_slots, transfer.finished)
 
     @property
     def num_unreported(self) -> int:

@@ -23,7 +23,7 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.ops import tensor_rows
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.worker.worker_fakes import evict, swap_in
+from tests.worker.worker_fakes import swap_in, swap_out
 
 
 @pytest.mark.usefixtures("cpu_ops")
@@ -198,7 +198,7 @@ class RoundTrip:
         for layer, role, rows in self.places():
             for slot in range(DEVICE_BLOCKS):
                 rows.array[slot] = pattern(layer, role, slot, rows.row_bytes)
-        self.controller.transfers.submit(SwapStep(0, (evict((1, 3), (4, 2)),)))
+        self.controller.transfers.submit(SwapStep(0, (swap_out((1, 3), (4, 2)),)))
         self.controller.transfers.drain(20)
         for _, _, rows in self.places():
             rows.array[[1, 3]] = 0

@@ -9,14 +9,14 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import (
-    EVICT,
-    NO_EVICT,
     NO_SWAP_IN,
+    NO_SWAP_OUT,
     SWAP_IN,
+    SWAP_OUT,
     BatchRequest,
+    BlockCopies,
     BlockHash,
     CacheLevel,
-    CacheSwapMetadata,
     SwapStep,
 )
 from fastdeploy_kvcache_v1.contract.swap_message import TIERS, VERSION, SwapDecoder, SwapEncoder, decode, encode
@@ -24,27 +24,27 @@ from fastdeploy_kvcache_v1.errors import ConfigError, MessageVersionError, Trans
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
-OUT = CacheSwapMetadata(*EVICT, (4, 5), (0, 1))
-IN = CacheSwapMetadata(*SWAP_IN, (2,), (4,))
-STORE = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.STORAGE, (1,), (1,))
+OUT = BlockCopies(*SWAP_OUT, (4, 5), (0, 1))
+IN = BlockCopies(*SWAP_IN, (2,), (4,))
+STORE = BlockCopies(CacheLevel.DEVICE, CacheLevel.STORAGE, (1,), (1,))
 
 
 def test_a_step_runs_evictions_before_swap_ins_however_they_are_given() -> None:
     """Here the swap-in fills the device slot that the eviction reads."""
     step = SwapStep.of(1, IN, OUT)
     assert step.transfers == (OUT, IN)
-    assert (step.evict, step.swap_in) == (OUT, IN)
+    assert (step.swap_out, step.swap_in) == (OUT, IN)
 
 
 def test_a_step_has_no_empty_copies() -> None:
-    step = SwapStep.of(1, NO_EVICT, NO_SWAP_IN)
+    step = SwapStep.of(1, NO_SWAP_OUT, NO_SWAP_IN)
     assert not step
     assert step.transfers == ()
-    assert (step.evict, step.swap_in) == (NO_EVICT, NO_SWAP_IN)
+    assert (step.swap_out, step.swap_in) == (NO_SWAP_OUT, NO_SWAP_IN)
 
 
-@pytest.mark.parametrize("transfers", [(IN, OUT), (OUT, OUT), (NO_EVICT,), (OUT, NO_SWAP_IN)])
-def test_a_step_out_of_order_cannot_be_made(transfers: tuple[CacheSwapMetadata, ...]) -> None:
+@pytest.mark.parametrize("transfers", [(IN, OUT), (OUT, OUT), (NO_SWAP_OUT,), (OUT, NO_SWAP_IN)])
+def test_a_step_out_of_order_cannot_be_made(transfers: tuple[BlockCopies, ...]) -> None:
     with pytest.raises(ValueError, match="swap step 7 has copies that are empty, doubled or out of order"):
         SwapStep(7, transfers)
 
@@ -62,7 +62,7 @@ def test_a_batch_without_copies_and_requests_is_empty() -> None:
 
 def test_swap_metadata_needs_a_target_per_source() -> None:
     with pytest.raises(ValueError, match="one target per source"):
-        CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, (1,), ())
+        BlockCopies(CacheLevel.HOST, CacheLevel.DEVICE, (1,), ())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_wrong_settings_say_what_to_do(options: dict[str, object], message: str)
 
 
 @pytest.mark.parametrize("transfers", [(), (OUT,), (IN,), (OUT, IN)])
-def test_a_step_survives_the_message(transfers: tuple[CacheSwapMetadata, ...]) -> None:
+def test_a_step_survives_the_message(transfers: tuple[BlockCopies, ...]) -> None:
     step = SwapStep(7, transfers)
     assert decode(pickle.loads(pickle.dumps(encode(step, 3)))) == (step, 3)
 
@@ -100,7 +100,7 @@ def test_the_message_is_plain_data_and_small() -> None:
     cache.take_swap_step()
     cache.commit("r", 900)
     step = cache.take_swap_step()
-    assert len(step.evict) == 900
+    assert len(step.swap_out) == 900
     data = pickle.dumps(encode(step, 0))
     assert len(data) < 900 * 2 * 4 + 1000
     opcodes = {opcode.name for opcode, _, _ in pickletools.genops(data)}

@@ -61,7 +61,7 @@ def test_what_both_servers_store_is_found_after_a_restart(tmp_path, expected):
 
 def test_copies_that_fail_on_one_rank_of_the_prefill_server_change_no_token(tmp_path, expected):
     """While every rank of the decode server reads from it."""
-    faults = {"ranks": [1], "seed": 3, "max_delay_ms": 3, "fail": {"input": [2, 9, 30], "output": [4]}}
+    faults = {"ranks": [1], "seed": 3, "max_delay_ms": 3, "fail": {"swap_in": [2, 9, 30], "swap_out": [4]}}
     short = ("--swap-space", "0.02", "--num-gpu-blocks-override", "120", "--write-policy", "write_through")
     role_flags = dict.fromkeys(("prefill", "decode"), (*short, "--tensor-parallel-size", "2"))
     environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)}

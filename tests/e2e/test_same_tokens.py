@@ -73,7 +73,7 @@ def test_device_and_host_tier(tmp_path, expected, policy):
 
 
 def test_slow_and_failing_copies(tmp_path, expected):
-    faults = {"seed": 5, "max_delay_ms": 2, "fail": {"input": [0, 9, 30, 61], "output": [2, 17]}}
+    faults = {"seed": 5, "max_delay_ms": 2, "fail": {"swap_in": [0, 9, 30, 61], "swap_out": [2, 17]}}
     outputs, metrics = run(
         tmp_path,
         *SMALL,

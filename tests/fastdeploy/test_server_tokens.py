@@ -178,7 +178,7 @@ def test_the_smallest_device_tier_and_a_restart(release, tmp_path):
 @pytest.mark.parametrize(("ranks", "failing"), [(1, 0), (2, 0), (2, 1)])
 def test_failing_copies_cost_time_but_no_token(release, expected, tmp_path, ranks, failing):
     """Some swap-ins of one rank fail: their sequences are computed again, over the blocks that did not arrive."""
-    faults = {"ranks": [failing], "seed": 3, "max_delay_ms": 2, "fail": {"input": [1, 30, 77], "output": [5]}}
+    faults = {"ranks": [failing], "seed": 3, "max_delay_ms": 2, "fail": {"swap_in": [1, 30, 77], "swap_out": [5]}}
     environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)}
     flags = ("--num-gpu-blocks-override", "16", *THROUGH, *HOST_TIER, "--tensor-parallel-size", str(ranks))
     with started(release, tmp_path, *flags, environment=environment) as (server, client):

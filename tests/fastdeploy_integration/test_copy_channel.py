@@ -16,15 +16,15 @@ import pytest
 import zmq
 
 from fastdeploy_kvcache_v1.contract.messages import (
-    EVICT,
     SWAP_IN,
+    SWAP_OUT,
     CopyPath,
+    CopyResult,
     CopyTotals,
     PassProgress,
     PrefillTime,
     RankCopies,
-    TransferReport,
-    TransferResult,
+    WorkerReport,
 )
 from fastdeploy_kvcache_v1.errors import ConfigError, MessageVersionError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import (
@@ -68,7 +68,7 @@ class Worker:
 
 def copied(step, blocks=1, error=None):
     slots = () if error is None else (step,)
-    return TransferReport((TransferResult(step, *EVICT, blocks, 10 * blocks, 0.0, slots, error),))
+    return WorkerReport((CopyResult(step, *SWAP_OUT, blocks, 10 * blocks, 0.0, slots, error),))
 
 
 def failed(*steps):
@@ -127,7 +127,7 @@ def test_each_ranks_failures_arrive_once_and_in_step_order(channel):
 def test_the_first_step_tells_how_the_worker_copies(channel):
     paths = CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")
     reports, worker = channel.reports(), channel.worker(2, paths)
-    for report in (TransferReport(), TransferReport(), TransferReport(), copied(1)):
+    for report in (WorkerReport(), WorkerReport(), WorkerReport(), copied(1)):
         worker.tell(report)
     wait_for(lambda: blocks_by_rank(reports) == {2: 1}, "a block")
     (report,) = reports.latest()
@@ -138,10 +138,10 @@ def test_what_prefills_took_arrives_once_and_by_rank(channel):
     prefills = tuple(PrefillTime(100 + each, 7.0, 0.5) for each in range(MAX_UNTOLD_TIMES + 5))
     reports, worker, other = channel.reports(), channel.worker(rank=0), channel.worker(rank=1)
     for prefill in prefills:
-        worker.tell(TransferReport(prefills=(prefill,)))  # these wait for a copy
+        worker.tell(WorkerReport(prefills=(prefill,)))  # these wait for a copy
     worker.tell(copied(1))
     worker.tell(copied(2))
-    other.tell(TransferReport(copied(3).transfers, prefills=prefills))
+    other.tell(WorkerReport(copied(3).transfers, prefills=prefills))
     wait_for(lambda: [each.number for each in reports.latest()] in ([1, 0], [0, 1]), "three reports")
     latest = prefills[-MAX_UNTOLD_TIMES:]
     assert reports.take().prefills == {0: latest, 1: latest}
@@ -152,11 +152,11 @@ def test_what_prefills_took_arrives_once_and_by_rank(channel):
 
 def test_ended_steps_and_passes_arrive_by_rank(channel):
     reports, worker, progress = channel.reports(), channel.worker(1), PassProgress(7, 0.5)
-    worker.tell(TransferReport(ended_through=6, passes=progress))
+    worker.tell(WorkerReport(ended_through=6, passes=progress))
     wait_for(lambda: reports._has_news, "a report")
     news = reports.take()
     assert (news.ended_through, news.passes) == ({1: 6}, {1: progress})
-    worker.tell(TransferReport(ended_through=8))
+    worker.tell(WorkerReport(ended_through=8))
     wait_for(lambda: reports._has_news, "another report")
     news = reports.take()
     assert (news.ended_through, news.passes) == ({1: 8}, {1: progress}), "the latest that is known"
@@ -293,8 +293,8 @@ def test_a_directory_that_somebody_else_could_have_made_is_refused(path, make, r
 PATHS = CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")
 COPIES = RankCopies(CopyTotals(1, 2, 0.5, 3), CopyTotals(4, 5, 0.25, 6), exposed_wait_s=0.125, paths=PATHS)
 FAILED = (
-    TransferResult(7, *EVICT, 2, 0, 0.0, (4, 5), "OSError: bus error"),
-    TransferResult(8, *SWAP_IN, 1, 0, 0.0, (9,), "late"),
+    CopyResult(7, *SWAP_OUT, 2, 0, 0.0, (4, 5), "OSError: bus error"),
+    CopyResult(8, *SWAP_IN, 1, 0, 0.0, (9,), "late"),
 )
 
 
@@ -302,7 +302,7 @@ FAILED = (
 def test_a_report_survives_the_message(failed):
     prefills = PrefillTime(100, 5000.5, 0.3), PrefillTime(64, 1.0, 1e-5)
     for passes in (None, PassProgress(8, 12345.678901234567), PassProgress(-1, 0.1, True)):
-        report = CopyReport(3, "17-1", 12, TransferReport(failed, 0.5, 8, passes, prefills, COPIES), 2)
+        report = CopyReport(3, "17-1", 12, WorkerReport(failed, 0.5, 8, passes, prefills, COPIES), 2)
         assert CopyReport.loads(report.dumps()) == report
 
 
@@ -317,7 +317,7 @@ def test_a_report_with_another_field_is_refused_in_one_line():
 
 
 def message(**changed):
-    whole = msgspec.to_builtins(CopyReport(0, "w", 0, TransferReport(FAILED, copies=COPIES)))
+    whole = msgspec.to_builtins(CopyReport(0, "w", 0, WorkerReport(FAILED, copies=COPIES)))
     news = whole["news"] | changed
     return json.dumps([SHAPE, {**whole, "news": news}]).encode()
 

@@ -12,7 +12,7 @@ from device import device_rows, host_rows, page_locked, runtime
 from kernels import kernel
 
 from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL
-from fastdeploy_kvcache_v1.worker.ops import LayerRows, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import LayerRows, plan_spans
 from fastdeploy_kvcache_v1.worker.runtime import Event
 
 DELAY_CYCLES = 100_000_000
@@ -67,14 +67,14 @@ class Copying:
     def submit(self, of: list[int], to: list[int], *, to_device: bool, layer_by_layer: bool = False) -> Event:
         sizes = (self.memory.num_host, self.memory.num_device)
         num_sources, num_targets = sizes if to_device else sizes[::-1]
-        runs = plan_runs(of, to, num_sources=num_sources, num_targets=num_targets)
+        spans = plan_spans(of, to, num_sources=num_sources, num_targets=num_targets)
         stream = self.into if to_device else self.out
         stream.begin()
         if layer_by_layer:
             for layer in range(len(self.memory.widths)):
-                stream.submit(partial(self.copies.layer, stream, layer, runs, to_device=to_device))
+                stream.submit(partial(self.copies.layer, stream, layer, spans, to_device=to_device))
         else:
-            stream.submit(partial(self.copies.all_layers, stream, runs, to_device=to_device))
+            stream.submit(partial(self.copies.all_layers, stream, spans, to_device=to_device))
         return stream.record_event()
 
     def close(self) -> None:

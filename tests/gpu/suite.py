@@ -48,7 +48,7 @@ class Group(NamedTuple):
         return f"{self.module}/{self.way}" if self.way else self.module
 
 
-WAYS = ("kernel", "batch", "runs")
+WAYS = ("kernel", "batch", "spans")
 ABOUT = Group("about", needed=True, patience=5.0)  # a trial has a time limit for each way itself
 SUITE = (
     *(Group("copy_checks", way, needed=True) for way in WAYS),

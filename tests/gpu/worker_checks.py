@@ -15,7 +15,7 @@ from plane_contract import expect
 from tensor import Tensor
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import BlockCopies, CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.cuda.rates import KERNEL
@@ -27,7 +27,7 @@ DELAY_CYCLES = 20_000_000
 """About 10 ms: whoever does not wait is early for certain."""
 
 MOST_POOL_BYTES = 8 << 30
-EVICT, SWAP_IN = (CacheLevel.DEVICE, CacheLevel.HOST), (CacheLevel.HOST, CacheLevel.DEVICE)
+SWAP_OUT, SWAP_IN = (CacheLevel.DEVICE, CacheLevel.HOST), (CacheLevel.HOST, CacheLevel.DEVICE)
 
 
 class CupyBackend(AttentionCacheBackend):
@@ -57,7 +57,7 @@ class Rig:
 
     def submit(self, *copies: tuple[tuple[CacheLevel, CacheLevel], Sequence[int], Sequence[int]], **more: Any) -> Any:
         self._step += 1
-        metadata = [CacheSwapMetadata(*kind, tuple(of), tuple(to)) for kind, of, to in copies]
+        metadata = [BlockCopies(*kind, tuple(of), tuple(to)) for kind, of, to in copies]
         return self.controller.transfers.submit(SwapStep.of(self._step, *metadata), **more)
 
     def delay(self) -> None:
@@ -152,7 +152,7 @@ def a_slot_is_reused_only_after_its_last_use(way: str) -> None:
             for slot in (0, 1):
                 one.fill(slot, 20 + slot)
             one.controller.transfers.after_compute((), (0, 1))
-            one.submit((EVICT, (0, 1), (2, 3)), (SWAP_IN, (4,), (1,)), overwritten=overwritten)
+            one.submit((SWAP_OUT, (0, 1), (2, 3)), (SWAP_IN, (4,), (1,)), overwritten=overwritten)
             one.controller.transfers.before_compute((1,), (0,))
             one.fill(0, 30)
             one.controller.transfers.after_compute((1,), (0,))
@@ -194,8 +194,8 @@ def pools_of_gibibytes_are_reached_to_their_last_byte(way: str) -> None:
         assert isinstance(pool, HostPool)
         for slot, row in zip(slots, expected, strict=True):
             pool.slot(slot)[:] = row
-        into = CacheSwapMetadata(*SWAP_IN, tuple(slots), (1, 3, 5, 7))
-        out = CacheSwapMetadata(*EVICT, (1, 3, 5, 7), tuple(reversed(slots)))
+        into = BlockCopies(*SWAP_IN, tuple(slots), (1, 3, 5, 7))
+        out = BlockCopies(*SWAP_OUT, (1, 3, 5, 7), tuple(reversed(slots)))
         controller.transfers.submit(SwapStep.of(0, into))
         controller.transfers.submit(SwapStep.of(1, out))
         controller.transfers.drain(60)

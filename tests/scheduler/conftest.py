@@ -11,13 +11,13 @@ import pytest
 
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import EVICTION_POLICIES, EvictionOrder
 from fastdeploy_kvcache_v1.scheduler.reuse import ages, history, judge, rates
-from fastdeploy_kvcache_v1.scheduler.run import Link, Run
+from fastdeploy_kvcache_v1.scheduler.run import QueueNode, Run
 
 
 class FirstInFirstOut(EvictionOrder):
     """Use does not make a run younger."""
 
-    def use(self, place: Link, /) -> None:
+    def use(self, place: QueueNode, /) -> None:
         if not place.is_queued:
             super().use(place)
 
@@ -29,10 +29,10 @@ class Shuffled(EvictionOrder):
         super().__init__(3)
         self._random = random.Random(0)
 
-    def enter(self, place: Link, /, *, first: bool = False) -> None:
+    def enter(self, place: QueueNode, /, *, first: bool = False) -> None:
         self.use(place)
 
-    def use(self, place: Link, /) -> None:
+    def use(self, place: QueueNode, /) -> None:
         place.leave_queue()
         queue = self._random.choice(self.queues)
         (queue.touch if self._random.random() < 0.5 else queue.put_oldest)(place)

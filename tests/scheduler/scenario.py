@@ -8,17 +8,17 @@ from typing import Any
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import (
     Allocation,
+    BlockCopies,
     BlockHash,
     CacheAccess,
     CacheLevel,
-    CacheSwapMetadata,
+    CopyResult,
     DeviceSlot,
     LoadSlots,
     MatchResult,
     NoSpace,
     StoreSource,
     SwapStep,
-    TransferResult,
 )
 from fastdeploy_kvcache_v1.errors import PoolInUseError
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
@@ -90,7 +90,7 @@ def cached(cache: CacheManager, text: str) -> list[str]:
 def fail(cache: CacheManager, step: SwapStep, target: CacheLevel, slots: Iterable[int]) -> list[str]:
     """The copies of `step` into `slots` of tier `target` failed."""
     source = CacheLevel.HOST if target is CacheLevel.DEVICE else CacheLevel.DEVICE
-    return cache.transfer_failed(TransferResult(step.step, source, target, 1, 0, 0.0, tuple(slots), "injected"))
+    return cache.transfer_failed(CopyResult(step.step, source, target, 1, 0, 0.0, tuple(slots), "injected"))
 
 
 def on_host(cache: CacheManager, text: str) -> list[bool]:
@@ -204,20 +204,20 @@ class Scene:
 
     def out(self, *copies: str) -> None:
         """Copies to the host in the last step: how many, or each as `source>target`."""
-        self._copied(self.steps["last"].evict, copies)
+        self._copied(self.steps["last"].swap_out, copies)
 
     def into(self, *copies: str) -> None:
         """Copies to the device in the last step."""
         self._copied(self.steps["last"].swap_in, copies)
 
-    def _copied(self, swap: CacheSwapMetadata, copies: tuple[str, ...]) -> None:
+    def _copied(self, swap: BlockCopies, copies: tuple[str, ...]) -> None:
         made = [f"{source}>{target}" for source, target in zip(swap.source_slots, swap.target_slots, strict=True)]
         assert list(copies) in ([str(len(swap))], sorted(made)), made
 
     def fail(self, step: str, tier: str, which: str, *named: str) -> None:
         """Copies into `tier` failed: `all`, or their places in the step. It concerns these requests."""
         level = CacheLevel(tier)
-        targets = (self.steps[step].evict if level is CacheLevel.HOST else self.steps[step].swap_in).target_slots
+        targets = (self.steps[step].swap_out if level is CacheLevel.HOST else self.steps[step].swap_in).target_slots
         slots = targets if which == "all" else [targets[int(place)] for place in which.split(",")]
         found = fail(self.cache, self.steps[step], level, slots)
         assert found == list(named), found
@@ -281,7 +281,7 @@ class Scene:
     def store(self, step: str, blocks: str, name: str = "store") -> None:
         """Of what `step` copied to the host these blocks are read, named with commas; `-` for none."""
         copied = self.steps[step]
-        source = self.cache.begin_store(name, copied.step, frozenset(copied.evict.target_slots))
+        source = self.cache.begin_store(name, copied.step, frozenset(copied.swap_out.target_slots))
         self._reads(source, "host_slots", blocks)
 
     def store_on_device(self, text: str, first: str, blocks: str, name: str = "store") -> None:

@@ -73,16 +73,16 @@ def test_what_is_worth_less_than_what_it_would_push_out_is_not_copied(monkeypatc
 
 
 def test_candidates_come_in_the_order_of_worth_where_prompts_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 2**run.kind / (1 + history.now - run.last_use))
-    cache, dice, kinds = manager(40, eviction_policy="adaptive"), random.Random(1), set()
+    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 2**run.use_class / (1 + history.now - run.last_use))
+    cache, dice, use_classes = manager(40, eviction_policy="adaptive"), random.Random(1), set()
     for number in range(200):
         text = "".join(dice.choices("abcde", (12, 6, 3, 2, 1), k=dice.randint(1, 6)))
         run(cache, text + "!", str(number))
         candidates = cache._residency.device_order.candidates()
         worths = [(cache._history.worth(each), each.last_use) for each in candidates]
         assert worths == sorted(worths)
-        kinds |= {each.kind for each in cache._tree.runs()}
-    assert len(kinds) == 5
+        use_classes |= {each.use_class for each in cache._tree.runs()}
+    assert len(use_classes) == 5
 
 
 def test_only_the_last_tier_goes_by_worth() -> None:
@@ -96,7 +96,7 @@ def test_a_run_that_was_only_looked_at_is_whole_again() -> None:
     for text in ("abcd!", "abcd!"):
         run(cache, text)
     assert cached(cache, "ab") == ["device"] * 2
-    assert [(each.length, each.kind, each.last_use) for each in cache._tree.runs()] == [(4, 1, 2)]
+    assert [(each.length, each.use_class, each.last_use) for each in cache._tree.runs()] == [(4, 1, 2)]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
@@ -112,4 +112,4 @@ def test_what_a_conversation_repeats_keeps_its_class_when_a_turn_is_added(chunk:
             cache.commit("turn", min(computed + chunk, end))
         cache.finish("turn")
         cache.check()
-    assert [(run.length, run.kind) for run, _ in cache._tree.look(hashes)] == [(36, 2), (18, 1), (18, 0)]
+    assert [(run.length, run.use_class) for run, _ in cache._tree.look(hashes)] == [(36, 2), (18, 1), (18, 0)]

@@ -113,7 +113,7 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     "the device queue misses runs": lambda cache: unused(cache).leave_queue(),
     "the host queue misses runs": lambda cache: host_copy(unused(cache)).leave_queue(),
     "a run is in another queue than that of the device tier": lambda cache: RunQueue().touch(top(cache)),
-    "the queue of doubles misses some": lambda cache: setattr(host_copy(unused(cache)), "is_double", True),
+    "the queue of host duplicates misses some": lambda cache: setattr(host_copy(unused(cache)), "is_duplicate", True),
     "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
     # Copies
     "open transfers and runs disagree": lambda cache: cache._residency._open.clear(),

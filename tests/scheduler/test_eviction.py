@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.policies import doubles
+from fastdeploy_kvcache_v1.scheduler.policies import host_duplicates
 
 from .scenario import play, play_law
 
@@ -80,7 +80,7 @@ def test_law_of_an_eviction(law: str) -> None:
 
 
 def test_a_root_on_the_device_gives_up_its_host_copy_before_a_younger_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doubles, "SHORT_HOST", 0)
+    monkeypatch.setattr(host_duplicates, "SHORT_HOST", 0)
     play(
         OLDER_ROOT + "resize 5; run p; run 1234; run p;"  # on the host in the end, oldest first: `c`, `3`, `2`, `p`
         "match pc waits; run 5; release waits; see pc DH; copied pc yy; run 6; see pc DH; copied pc yy; run 7;"

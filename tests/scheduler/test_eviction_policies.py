@@ -37,7 +37,7 @@ def test_candidates_are_all_that_can_leave_and_the_same_traffic_leads_to_the_sam
         for number in range(60):
             run(cache, dice.choice(("ab!", "abc!", "cd!", "ef!", "gh!", "xyz!")), str(number))
         residency = cache._residency
-        on_host = [*residency.doubles, *residency.host_order.candidates()]
+        on_host = [*residency.host_duplicates, *residency.host_order.candidates()]
         orders = [list(residency.device_order.candidates()), on_host]
         assert set(orders[0]) == {each for each in cache._tree.runs() if each.on_device}
         assert set(orders[1]) == {each for each in cache._tree.runs() if each.host is not None}

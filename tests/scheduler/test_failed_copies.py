@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel
-from fastdeploy_kvcache_v1.scheduler import told_copies
+from fastdeploy_kvcache_v1.scheduler import copies_by_step
 
 from .scenario import fail, play, play_law
 
@@ -85,7 +85,7 @@ def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
     scene = play("run abc; start 123; step late; commit 123 3; finish 123; start abc r", 3, 6)
     cache, late = scene.cache, scene.steps["late"]
     cache.take_events()
-    assert fail(cache, late, CacheLevel.HOST, late.evict.target_slots) == ["r"]
+    assert fail(cache, late, CacheLevel.HOST, late.swap_out.target_slots) == ["r"]
     (event,) = cache.take_events()  # its device copy had never been announced
     assert (event.kind, event.level, event.hashes[-1]) == ("removed", CacheLevel.HOST, BlockHash(b"abc"))
     cache.preempt("r")
@@ -100,7 +100,7 @@ def test_a_copy_that_did_not_fail_concerns_nobody() -> None:
 
 @pytest.mark.parametrize("age", [0, 1, 2, 3])
 def test_a_copy_that_failed_too_long_ago_to_be_remembered_is_found(monkeypatch: pytest.MonkeyPatch, age: int) -> None:
-    monkeypatch.setattr(told_copies, "REMEMBERED_STEPS", 2)
+    monkeypatch.setattr(copies_by_step, "REMEMBERED_STEPS", 2)
     events = "; ".join(f"run {text}; step {text}" for text in "abcd")
     copied = "; ".join(f"copied {text} {'n' if text == 'dcba'[age] else 'y'}" for text in "abcd")
     play(f"{events}; fail {'dcba'[age]} host all; {copied}", 8, 8, "write_through")

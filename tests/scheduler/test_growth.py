@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
-from fastdeploy_kvcache_v1.contract.messages import Allocation, BlockHash, CacheLevel, NoSpace, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import Allocation, BlockHash, CacheLevel, CopyResult, NoSpace
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import EvictionOrder
@@ -154,8 +154,8 @@ def many_others(others: int) -> Shaped:
         play(cache, "other", blocks(1, 1 + number))
     begin(cache, "r", blocks(4))
     step = cache.take_swap_step()
-    slots = step.evict.target_slots[-4:]
-    failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 4, 0, 0.0, slots, "injected")
+    slots = step.swap_out.target_slots[-4:]
+    failed = CopyResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 4, 0, 0.0, slots, "injected")
     return cache, lambda: cache.transfer_failed(failed)
 
 
@@ -163,8 +163,8 @@ def stored_piece(length: int) -> Shaped:
     cache = manager(length + 8, length + 8, "write_through", max_queued_events=0)
     play(cache, "r", blocks(length))
     step = cache.take_swap_step()
-    wanted = frozenset(step.evict.target_slots[32:64])
-    cache.begin_store("first", step.step, frozenset(step.evict.target_slots[:32]))
+    wanted = frozenset(step.swap_out.target_slots[32:64])
+    cache.begin_store("first", step.step, frozenset(step.swap_out.target_slots[:32]))
     return cache, lambda: cache.begin_store("s", step.step, wanted)
 
 
@@ -177,7 +177,7 @@ def stored_one_turn_late(length: int) -> Shaped:
         if end == length + 8:
             late = step
     assert max(run.length for run in cache._tree.runs()) >= length + 8
-    return cache, lambda: cache.begin_store("s", late.step, frozenset(late.evict.target_slots))
+    return cache, lambda: cache.begin_store("s", late.step, frozenset(late.swap_out.target_slots))
 
 
 def piece_on_the_device(length: int) -> Shaped:
@@ -231,11 +231,11 @@ def test_a_chain_on_the_host_is_not_walked_for_every_block_that_leaves_it() -> N
         assert cache.stats().host_free_blocks == 0
         play(cache, "warm", blocks(2, 10_000))
 
-        def evict(cache: CacheManager = cache, depth: int = depth) -> None:
+        def swap_out(cache: CacheManager = cache, depth: int = depth) -> None:
             for number in range(10):
                 play(cache, "new", blocks(depth // 4, 20_000 + number))
 
-        per_block.append(work(evict).calls / (10 * (depth // 4)))
+        per_block.append(work(swap_out).calls / (10 * (depth // 4)))
         cache.check()
     assert per_block[1] <= 2 * per_block[0]
 

@@ -151,8 +151,8 @@ def test_a_store_of_a_step_of_long_ago_finds_nothing() -> None:
 def test_a_store_of_a_part_of_a_run_lets_the_rest_leave_the_host() -> None:
     scene = play("run abcdef; step late", 8, 6, "write_through")
     late, cache = scene.steps["late"], scene.cache
-    source = cache.begin_store("store", late.step, frozenset(late.evict.target_slots[2:4]))
-    assert source == StoreSource((block("abc"), block("abcd")), late.evict.target_slots[2:4])
+    source = cache.begin_store("store", late.step, frozenset(late.swap_out.target_slots[2:4]))
+    assert source == StoreSource((block("abc"), block("abcd")), late.swap_out.target_slots[2:4])
     scene.play("run uvwxyz; step; copied uvwxyz yyyynn; end; idle")
 
 
@@ -182,7 +182,7 @@ def test_a_held_slot_is_not_given_back_twice() -> None:
     with pytest.raises(BlockPoolError, match="not allocated"):
         pool.free(slots[:1])
     pool.check_owners([])
-    pool.let_go(slots[:2])
+    pool.release_held(slots[:2])
     assert pool.num_free == 4
     pool.check_owners([])
 

@@ -85,7 +85,7 @@ def resumes(cache: CacheManager, *, resumed: bool) -> int:
     step = cache.take_swap_step()
     cache.commit("r", 6)
     cache.preempt("r")
-    return len(step.evict)
+    return len(step.swap_out)
 
 
 def test_what_a_resumed_request_finds_is_counted_apart_and_not_backed_up() -> None:

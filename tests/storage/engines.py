@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.contract.messages import EVICT, BlockHash, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, BlockHash, CopyResult, WorkerReport
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, ReadStorageTask, WriteDone, WriteStorageTask
@@ -144,9 +144,9 @@ class Engine:
         if self.kind == "device":
             self.tier.pass_ended(step.step)
         for rank in ranks or range(self.ranks):
-            result = TransferResult(step.step, *EVICT, 1, 1, 0.1, (0,) if error else (), error)
+            result = CopyResult(step.step, *SWAP_OUT, 1, 1, 0.1, (0,) if error else (), error)
             results = (result,) if self.kind == "host" else ()
-            self.tier.copies_reported(rank, TransferReport(results, 0.0, step.step))
+            self.tier.copies_reported(rank, WorkerReport(results, 0.0, step.step))
         self.tier.go_on()
 
     def cached(self, text):

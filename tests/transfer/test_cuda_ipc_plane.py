@@ -110,7 +110,7 @@ def test_a_read_that_is_late_or_unwanted_ends_when_its_copy_has_run(world, mine,
         assert (world.gpu._mapped, world.gpu.faults) == ({}, [])
 
 
-@pytest.mark.parametrize(("way", "copies"), [("runs", {"copy", "copy 2D"}), ("batch", {"batch"})])
+@pytest.mark.parametrize(("way", "copies"), [("spans", {"copy", "copy 2D"}), ("batch", {"batch"})])
 def test_copies_go_by_batches_once_these_were_tried(world, mine, monkeypatch, way, copies):
     monkeypatch.setattr(trial, "known", lambda: Rates({way: {}}))
     with closing(mine.open(world.peer())) as source:

@@ -100,13 +100,13 @@ def test_a_fetch_waits_for_its_step_and_for_the_uses_of_its_slots(pair):
     running.finish()
     net.held = {"read"}
     until(net.wants_to_read, prefill, decode)
-    waits = decode.hazards.before(Actor.OUTPUT, reads=[5])
+    waits = decode.hazards.before(Actor.SWAP_OUT, reads=[5])
     assert [(wait.earlier, wait.needs_data) for wait in waits] == [(Actor.REMOTE, True)]
     net.held.clear()
     until(both_ended(prefill, decode), prefill, decode)
     assert decode.holds([4, 5], 1, [0, 1])
     assert waits[0].event.done()
-    assert decode.hazards.before(Actor.OUTPUT, reads=[4, 5]) == []
+    assert decode.hazards.before(Actor.SWAP_OUT, reads=[4, 5]) == []
 
 
 def test_a_fetch_that_is_cancelled_early_does_not_hide_what_still_uses_its_slots(pair):
@@ -117,7 +117,7 @@ def test_a_fetch_that_is_cancelled_early_does_not_hide_what_still_uses_its_slots
     decode.turn()
     decode.desk.cancel("r")
     decode.turn()
-    assert [wait.earlier for wait in decode.hazards.before(Actor.INPUT, writes=[4])] == [Actor.COMPUTE]
+    assert [wait.earlier for wait in decode.hazards.before(Actor.SWAP_IN, writes=[4])] == [Actor.COMPUTE]
     running.finish()
 
 
@@ -132,9 +132,9 @@ def test_two_leases_over_one_block_hold_it_until_both_have_ended(pair):
         prefill.desk.withdraw(first, "aborted")
         prefill.turn()
         prefill.hazards.prune()
-        assert len(prefill.hazards.before(Actor.INPUT, writes=[1])) == 1
+        assert len(prefill.hazards.before(Actor.SWAP_IN, writes=[1])) == 1
         prefill.desk.withdraw(last, "aborted")
-        assert prefill.hazards.before(Actor.INPUT, writes=[1]) == []
+        assert prefill.hazards.before(Actor.SWAP_IN, writes=[1]) == []
         prefill.hazards.check()
 
 
@@ -149,13 +149,13 @@ def test_a_lease_holds_what_is_complete_from_writers_and_from_nobody_else(pair):
     prefill.desk.progress("l", 1, LAYERS)
     prefill.desk.progress("l", 3, 2)
     assert holding(reads=[0], writes=[1, 2]) == []
-    assert holding(writes=[0]) == holding(Actor.INPUT, writes=[0]) == [Actor.REMOTE]
+    assert holding(writes=[0]) == holding(Actor.SWAP_IN, writes=[0]) == [Actor.REMOTE]
     prefill.desk.progress("l", 3, LAYERS)
     assert holding(writes=[2]) == [Actor.REMOTE]
-    assert holding(Actor.OUTPUT, reads=[1]) == holding(writes=[3]) == []
+    assert holding(Actor.SWAP_OUT, reads=[1]) == holding(writes=[3]) == []
     prefill.hazards.check()
     prefill.desk.withdraw("l", "aborted")
-    assert holding(Actor.INPUT, writes=[1]) == []
+    assert holding(Actor.SWAP_IN, writes=[1]) == []
     prefill.desk.withdraw("l", "aborted again")
     prefill.turn()
     assert prefill.done == [("l", "r", "aborted")]

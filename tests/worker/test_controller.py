@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_kvcache_v1.contract import messages
-from fastdeploy_kvcache_v1.contract.messages import NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import NO_SWAP_IN, BlockCopies, CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError, UnsupportedCopyError
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.worker.worker_fakes import NumpyBackend, evict, swap_in
+from tests.worker.worker_fakes import NumpyBackend, swap_in, swap_out
 
 
 @pytest.mark.parametrize(
     ("out", "into", "message"),
     [
-        (evict((6,), (0,)), NO_SWAP_IN, r"source slots must be in \[0, 6\)"),
-        (evict((0,), (6,)), NO_SWAP_IN, r"target slots must be in \[0, 6\)"),
-        (evict((0, 1), (2, 2)), NO_SWAP_IN, "writes a target slot twice"),
-        (evict((0,), (0,)), swap_in((0,), (9,)), "target slots"),
+        (swap_out((6,), (0,)), NO_SWAP_IN, r"source slots must be in \[0, 6\)"),
+        (swap_out((0,), (6,)), NO_SWAP_IN, r"target slots must be in \[0, 6\)"),
+        (swap_out((0, 1), (2, 2)), NO_SWAP_IN, "writes a target slot twice"),
+        (swap_out((0,), (0,)), swap_in((0,), (9,)), "target slots"),
     ],
 )
 def test_a_bad_step_changes_nothing(rig, out, into, message):
@@ -27,11 +27,11 @@ def test_a_bad_step_changes_nothing(rig, out, into, message):
     rig.controller.transfers.drain()
     assert rig.controller.transfers.take_results() == []
     assert not rig.controller.host_pool.slot(0).any()
-    rig.controller.transfers.submit(SwapStep(1, (evict((0,), (0,)),)))
+    rig.controller.transfers.submit(SwapStep(1, (swap_out((0,), (0,)),)))
 
 
 def test_a_kind_of_copy_without_a_path_is_an_error_that_names_it(rig, monkeypatch):
-    store = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.STORAGE, (0,), (0,))
+    store = BlockCopies(CacheLevel.HOST, CacheLevel.STORAGE, (0,), (0,))
     order = (store.kind, *messages.COPY_ORDER)
     monkeypatch.setattr(messages, "COPY_ORDER", order)  # a kind that the worker does not know yet
     with pytest.raises(UnsupportedCopyError, match="from the host tier to the storage tier"):
@@ -47,7 +47,7 @@ def test_steps_come_in_order_and_once(rig):
 
 
 def test_free_allows_a_new_start(rig):
-    rig.runtime.fail_next("kv-input", OSError("lost"))
+    rig.runtime.fail_next("kv-swap_in", OSError("lost"))
     rig.submit(into=swap_in((0,), (4,)))
     assert rig.controller.layout is rig.layout
     rig.controller.free()
@@ -68,7 +68,7 @@ def test_free_allows_a_new_start(rig):
     with pytest.raises(CacheStateError, match="exist already"):
         rig.controller.initialize_kv_cache(2, 0)
     with pytest.raises(CacheStateError, match="target slots"):
-        rig.submit(evict((0,), (0,)))
+        rig.submit(swap_out((0,), (0,)))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class SlotBySlot:
                 self.slots[number] = Slot()
 
 
-IN, OUT = Actor.INPUT, Actor.OUTPUT
+IN, OUT = Actor.SWAP_IN, Actor.SWAP_OUT
 
 
 def test_memory_is_bounded_by_the_slots_in_use():
@@ -248,7 +248,7 @@ class CountedEvent(CpuEvent):
 def test_an_event_is_asked_once_per_call_however_many_slots_it_has():
     table = HazardTable("device", 20_000)
     for number in range(4):
-        table.after(Actor.OUTPUT, CountedEvent(), reads=range(number * 2000, number * 2000 + 2000))
+        table.after(Actor.SWAP_OUT, CountedEvent(), reads=range(number * 2000, number * 2000 + 2000))
     CountedEvent.questions = 0
     assert len(table.before(Actor.COMPUTE, writes=range(8000))) == 4
     assert CountedEvent.questions == 4

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.worker.ops import HostBuffer
 from tests.worker.chosen_runtime import ChosenRuntime
-from tests.worker.worker_fakes import Rig, evict, swap_in
+from tests.worker.worker_fakes import Rig, swap_in, swap_out
 
 
 class CountingRuntime(ChosenRuntime):
@@ -113,7 +113,7 @@ def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, miss
 
 def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones(rig):
     rig.write(0, 7)
-    rig.submit(evict((0,), (3,)))
+    rig.submit(swap_out((0,), (3,)))
     before = rig.controller.host_pool.slot(3)
     rig.controller.free(keep_host_memory=True)
     assert before.any(), "the copy was made while its memory was there"
@@ -123,6 +123,6 @@ def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones(rig):
     assert rig.controller.transfers.num_unreported == 0
     # The new life is a whole one: what it evicts is what it swaps in.
     rig.write(1, 9)
-    rig.submit(evict((1,), (3,)), swap_in((3,), (2,))).wait_all()
+    rig.submit(swap_out((1,), (3,)), swap_in((3,), (2,))).wait_all()
     assert rig.holds(2, 9)
     assert rig.runtime.num_allocated == 1

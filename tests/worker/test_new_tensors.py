@@ -8,7 +8,7 @@ from fastdeploy_kvcache_v1.errors import LayerSwapTimeoutError
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.slot_set import NO_SLOTS, slot_set
 from tests.worker.chosen_runtime import ChosenRuntime
-from tests.worker.worker_fakes import NumpyBackend, Rig, evict
+from tests.worker.worker_fakes import NumpyBackend, Rig, swap_out
 
 COMPUTE = "compute"
 
@@ -40,7 +40,7 @@ def rig():
 
 
 def test_a_copy_out_of_new_tensors_waits_for_their_fill(rig):
-    rig.submit(evict((1,), (0,)))
+    rig.submit(swap_out((1,), (0,)))
     with pytest.raises(LayerSwapTimeoutError):
         rig.controller.transfers.drain(0.2)
     rig.runtime.held.clear()
@@ -71,4 +71,4 @@ def test_later_steps_ask_nothing_about_a_fill_that_has_ended(rig):
     rig.runtime.hold(COMPUTE)
     rig.controller.transfers.after_compute((), (1,))  # a pass that runs on and on, as there is always one on a busy GPU
     table = rig.controller.transfers.device_hazards
-    assert [*table._conflicts(Actor.INPUT, NO_SLOTS, slot_set([2]))] == [], "of whatever use, ended or not"
+    assert [*table._conflicts(Actor.SWAP_IN, NO_SLOTS, slot_set([2]))] == [], "of whatever use, ended or not"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import NO_EVICT, NO_SWAP_IN, CacheLevel, CopyPath
+from fastdeploy_kvcache_v1.contract.messages import NO_SWAP_IN, NO_SWAP_OUT, CacheLevel, CopyPath
 from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.worker import transfer_manager
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, cpu
 from fastdeploy_kvcache_v1.worker.slot_set import NO_SLOTS, slot_set
 from tests.worker.chosen_runtime import ChosenEvent
-from tests.worker.worker_fakes import Rig, evict, swap_in
+from tests.worker.worker_fakes import Rig, swap_in, swap_out
 from tests.world.streams import Clock, VirtualDevice
 
-INPUT, OUTPUT = "kv-input", "kv-output"
+SWAP_IN, SWAP_OUT = "kv-swap_in", "kv-swap_out"
 
 
 def outcomes(rig) -> list[tuple[int, CacheLevel, bool]]:
@@ -36,7 +36,7 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
     pool = rig.controller.host_pool
     for slot in range(rig.num_host):
         pool.slot(slot)[rig.layout.block_bytes :] = 100 + slot
-    assert rig.submit(evict((0, 1, 2), (5, 3, 4))) is None
+    assert rig.submit(swap_out((0, 1, 2), (5, 3, 4))) is None
     counter = rig.submit(into=swap_in((4, 5), (3, 0)))
     assert counter is not None
     assert [*counter.target_slots] == [0, 3]
@@ -68,7 +68,7 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritt
             copied.append((op, list(given[-2])))
 
         monkeypatch.setattr(CpuCopies, name, copy)
-    rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)), overwritten=overwritten)
+    rig.submit(swap_out((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)), overwritten=overwritten)
     rig.controller.transfers.drain()
     op, times = ("layer", rig.layout.num_layers) if by_layer else ("all_layers", 1)
     evicted = [(op, [[0, 2, 3], [4, 5, 1]])] * times
@@ -79,12 +79,17 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritt
 @pytest.mark.parametrize(
     ("slow", "first", "second", "done"),
     [
-        (OUTPUT, (evict((1,), (1,)), NO_SWAP_IN), (NO_EVICT, swap_in((0,), (5,))), [(3, CacheLevel.DEVICE, True)]),
-        (INPUT, (NO_EVICT, swap_in((0,), (5,))), (evict((1,), (1,)), NO_SWAP_IN), [(3, CacheLevel.HOST, True)]),
+        (
+            SWAP_OUT,
+            (swap_out((1,), (1,)), NO_SWAP_IN),
+            (NO_SWAP_OUT, swap_in((0,), (5,))),
+            [(3, CacheLevel.DEVICE, True)],
+        ),
+        (SWAP_IN, (NO_SWAP_OUT, swap_in((0,), (5,))), (swap_out((1,), (1,)), NO_SWAP_IN), [(3, CacheLevel.HOST, True)]),
     ],
 )
 def test_a_slow_copy_does_not_delay_an_unrelated_one_the_other_way(rig, slow, first, second, done):
-    rig.submit(evict((0,), (0,)))
+    rig.submit(swap_out((0,), (0,)))
     rig.controller.transfers.drain()
     assert outcomes(rig) == [(1, CacheLevel.HOST, True)]
     let_go = rig.runtime.hold(slow)
@@ -113,7 +118,7 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     device = VirtualDevice(Clock())
     rig, written = Rig(device), []
     rig.write(0, 10)
-    rig.submit(evict((0,), (2,)), overwritten=slot_set([0]))
+    rig.submit(swap_out((0,), (2,)), overwritten=slot_set([0]))
     compute, output = device.streams
 
     def write(layer):
@@ -143,7 +148,7 @@ def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
     device = VirtualDevice(Clock())
     rig = Rig(device)
     rig.write(0, 10)
-    rig.submit(evict((0,), (2,)), swap_in((3,), (0,)), overwritten=slot_set([0]))
+    rig.submit(swap_out((0,), (2,)), swap_in((3,), (0,)), overwritten=slot_set([0]))
     compute, output, into = device.streams
     while not device.is_idle:
         while compute.run() or into.run():
@@ -156,7 +161,7 @@ def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
 
 
 def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(rig):
-    counter = rig.submit(evict((0,), (2,)), swap_in((3,), (1,)), overwritten=slot_set([0]))
+    counter = rig.submit(swap_out((0,), (2,)), swap_in((3,), (1,)), overwritten=slot_set([0]))
     waits = rig.controller.transfers.before_compute([1], [0], counter=counter, by_layer=True)
     assert [*waits.target_slots] == [1]
     waits.wait_all()
@@ -164,8 +169,8 @@ def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(
     rig.controller.transfers.drain()
     waits = rig.controller.transfers.before_compute([1], [0], counter=counter, by_layer=True)
     assert waits is counter, "there is nothing else"
-    let_go = rig.runtime.hold(OUTPUT)
-    rig.submit(evict((4,), (4,)), overwritten=slot_set([4]))
+    let_go = rig.runtime.hold(SWAP_OUT)
+    rig.submit(swap_out((4,), (4,)), overwritten=slot_set([4]))
     waits = rig.controller.transfers.before_compute([], [4], by_layer=True)
     with pytest.raises(LayerSwapTimeoutError):
         waits.wait_for_layer(0)
@@ -183,9 +188,9 @@ def test_compute_may_not_write_what_is_being_swapped_in(rig):
 
 
 def test_a_failed_swap_out_fails_who_reads_it_and_nobody_else(rig):
-    rig.runtime.fail_next(OUTPUT, OSError("no such page"))
-    counter = rig.submit(evict((0, 1), (2, 3)), swap_in((2, 5), (4, 5)))
-    good = rig.submit(evict((3,), (0,)), swap_in((0,), (1,)))
+    rig.runtime.fail_next(SWAP_OUT, OSError("no such page"))
+    counter = rig.submit(swap_out((0, 1), (2, 3)), swap_in((2, 5), (4, 5)))
+    good = rig.submit(swap_out((3,), (0,)), swap_in((0,), (1,)))
     with pytest.raises(TransferError, match="the swap-in of layer 0 failed"):
         counter.wait_for_layer(0)
     with pytest.raises(TransferError):
@@ -214,8 +219,8 @@ def test_a_failed_swap_out_fails_who_reads_it_and_nobody_else(rig):
 def test_a_layer_that_fails_fails_the_layers_after_it(rig):
     counter = rig.submit(into=swap_in((0,), (1,)))
     counter.wait_for_layer(0)
-    rig.runtime.fail_next(INPUT, OSError("ECC"))
-    rig.runtime.fail_next(INPUT, AssertionError("the third layer is not copied any more"))
+    rig.runtime.fail_next(SWAP_IN, OSError("ECC"))
+    rig.runtime.fail_next(SWAP_IN, AssertionError("the third layer is not copied any more"))
     for layer in (1, 2, 1):
         with pytest.raises(TransferError, match="ECC"):
             counter.wait_for_layer(layer)
@@ -228,8 +233,8 @@ def test_a_layer_that_fails_fails_the_layers_after_it(rig):
 @pytest.mark.parametrize(
     ("stream", "level", "failing"),
     [
-        (INPUT, CacheLevel.DEVICE, (NO_EVICT, swap_in((0, 1), (2, 3)))),
-        (OUTPUT, CacheLevel.HOST, (evict((0, 1), (2, 3)),)),
+        (SWAP_IN, CacheLevel.DEVICE, (NO_SWAP_OUT, swap_in((0, 1), (2, 3)))),
+        (SWAP_OUT, CacheLevel.HOST, (swap_out((0, 1), (2, 3)),)),
     ],
 )
 def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stream, level, failing):
@@ -250,7 +255,7 @@ def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stre
     with pytest.raises(TransferError):
         reads(3)
     assert rig.controller.transfers.failed_slots([2, 3]) == [3]
-    rig.submit(*((NO_EVICT, swap_in((5,), (3,))) if level is CacheLevel.DEVICE else (evict((0,), (3,)),)))
+    rig.submit(*((NO_SWAP_OUT, swap_in((5,), (3,))) if level is CacheLevel.DEVICE else (swap_out((0,), (3,)),)))
     rig.controller.transfers.drain()
     reads(3)
 
@@ -259,9 +264,9 @@ def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stre
 
 
 def test_a_late_layer_is_reported_once_and_stays_in_order(rig):
-    rig.submit(evict((0,), (0,)))
+    rig.submit(swap_out((0,), (0,)))
     rig.controller.transfers.drain()
-    let_go = rig.runtime.hold(INPUT)
+    let_go = rig.runtime.hold(SWAP_IN)
     counter = rig.submit(into=swap_in((0,), (4,)))
     assert rig.controller.transfers.late_writes([4]) == [], "nobody has given it up"
     with pytest.raises(LayerSwapTimeoutError, match=r"layer 1 did not arrive within 0.001 s"):
@@ -278,8 +283,8 @@ def test_a_late_layer_is_reported_once_and_stays_in_order(rig):
     assert not copy.done()
 
     # The late copy still runs into slot 4: whoever uses the slot next comes after it.
-    rig.submit(evict((1,), (1,)))
-    assert rig.submit(evict((4,), (2,))) is None
+    rig.submit(swap_out((1,), (1,)))
+    assert rig.submit(swap_out((4,), (2,))) is None
     with pytest.raises(LayerSwapTimeoutError, match=r"the copies of step 2 were not done within 0\.001 s"):
         rig.controller.transfers.drain(0.001)
     assert [result.step for result in rig.controller.transfers.take_results() if result.step == 4] == []
@@ -295,7 +300,7 @@ def test_a_late_layer_is_reported_once_and_stays_in_order(rig):
 
 
 def test_a_wait_before_compute_that_takes_too_long_fails_the_swap_in(rig):
-    let_go = rig.runtime.hold(INPUT)
+    let_go = rig.runtime.hold(SWAP_IN)
     rig.submit(into=swap_in((0,), (4,)))
     with pytest.raises(LayerSwapTimeoutError):
         rig.controller.transfers.before_compute([4], [])
@@ -314,7 +319,7 @@ def test_a_wait_before_compute_that_takes_too_long_fails_the_swap_in(rig):
 
 
 def test_a_copy_that_was_given_up_is_open_as_long_as_it_runs(rig):
-    let_go = rig.runtime.hold(INPUT)
+    let_go = rig.runtime.hold(SWAP_IN)
     counter = rig.submit(into=swap_in((0,), (4,)))
     with pytest.raises(LayerSwapTimeoutError):
         counter.wait_for_layer(0)
@@ -328,8 +333,8 @@ def test_a_copy_that_was_given_up_is_open_as_long_as_it_runs(rig):
 
 def test_a_copy_that_ends_while_the_report_is_made_is_in_the_next_one_with_its_result(rig, monkeypatch):
     """Else a copy that failed would count as ended before its failure is told: what it left would be stored."""
-    rig.runtime.fail_next(OUTPUT, OSError("no such page"))
-    rig.submit(evict((0,), (0,)))
+    rig.runtime.fail_next(SWAP_OUT, OSError("no such page"))
+    rig.submit(swap_out((0,), (0,)))
     result_of = transfer_manager.Transfer.take_result
 
     def ends_just_after(transfer):
@@ -356,7 +361,7 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
 
     monkeypatch.setattr(ChosenEvent, "wait_done", takes_a_second)
     rig.submit(into=swap_in((0,), (4,)))
-    counter = rig.submit(evict((0,), (2,)), swap_in((1,), (5,)), overwritten=slot_set([0]))
+    counter = rig.submit(swap_out((0,), (2,)), swap_in((1,), (5,)), overwritten=slot_set([0]))
     waits = rig.controller.transfers.before_compute([4], [0], counter=counter, by_layer=True)
     assert rig.controller.transfers.take_report().exposed_wait_s == 1
     waits.wait_for_layer(0)
@@ -369,13 +374,13 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
 
 
 def test_reports_carry_what_the_rank_counted_also_with_earlier_tensors(rig):
-    rig.runtime.fail_next(INPUT, OSError("no such page"))
-    rig.submit(evict((0, 1), (0, 1)), swap_in((5,), (4,)))
+    rig.runtime.fail_next(SWAP_IN, OSError("no such page"))
+    rig.submit(swap_out((0, 1), (0, 1)), swap_in((5,), (4,)))
     rig.controller.transfers.drain()
     (reported,) = {id(rig.controller.transfers.take_report().copies) for _ in range(2)}
     rig.controller.free()
     rig.controller.initialize_kv_cache(6, 6)
-    rig.submit(evict((2,), (2,)))
+    rig.submit(swap_out((2,), (2,)))
     rig.controller.transfers.drain()
     copies = rig.controller.transfers.take_report().copies
     assert id(copies) == reported
@@ -388,7 +393,7 @@ def test_a_report_says_how_blocks_are_copied_now(rig, monkeypatch):
     left = (CopyPath("out", "some", "it failed"),)
     monkeypatch.setattr(rig.runtime, "copy_paths", lambda: left)
     assert rig.controller.transfers.take_report().copies.paths != left, "nothing has happened"
-    rig.submit(evict((0,), (0,)))
+    rig.submit(swap_out((0,), (0,)))
     rig.controller.transfers.drain()
     assert rig.controller.transfers.take_report().copies.paths == left
 

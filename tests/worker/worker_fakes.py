@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec, tensor_name
-from fastdeploy_kvcache_v1.contract.messages import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import NO_SWAP_IN, NO_SWAP_OUT, BlockCopies, CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.worker.runtime import Runtime
@@ -38,8 +38,8 @@ class NumpyBackend(AttentionCacheBackend):
         return caches
 
 
-evict = partial(CacheSwapMetadata, CacheLevel.DEVICE, CacheLevel.HOST)
-swap_in = partial(CacheSwapMetadata, CacheLevel.HOST, CacheLevel.DEVICE)
+swap_out = partial(BlockCopies, CacheLevel.DEVICE, CacheLevel.HOST)
+swap_in = partial(BlockCopies, CacheLevel.HOST, CacheLevel.DEVICE)
 """Of source slots and target slots."""
 
 
@@ -73,7 +73,7 @@ class Rig:
             self.write(slot, 10 + slot)
 
     def submit(
-        self, out: CacheSwapMetadata = NO_EVICT, into: CacheSwapMetadata = NO_SWAP_IN, **options: SlotSet | None
+        self, out: BlockCopies = NO_SWAP_OUT, into: BlockCopies = NO_SWAP_IN, **options: SlotSet | None
     ) -> LayerDoneCounter | None:
         self._step += 1
         return self.controller.transfers.submit(SwapStep.of(self._step, out, into), **options)

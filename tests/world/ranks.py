@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.contract.messages import TransferReport
+from fastdeploy_kvcache_v1.contract.messages import WorkerReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import NO_NEWS, CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
@@ -105,7 +105,7 @@ class Rank(Tensors):
 
     def __init__(
         self, number: int, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
-        tell: Callable[[int, TransferReport], None], clock: Callable[[], float], backend: str = "",
+        tell: Callable[[int, WorkerReport], None], clock: Callable[[], float], backend: str = "",
     ) -> None:  # fmt: skip
         on_device = backend == "attention_store"
         super().__init__(number, device, blocks=blocks, block_size=block_size, tags=tags, on_device=on_device)
@@ -129,11 +129,11 @@ class Reports:
 
     def __init__(self, world: Any) -> None:
         self._world = world
-        self._underway: deque[tuple[int, TransferReport]] = deque()
-        self._arrived: list[tuple[int, TransferReport]] = []
+        self._underway: deque[tuple[int, WorkerReport]] = deque()
+        self._arrived: list[tuple[int, WorkerReport]] = []
         self.events = [(8, self.arrive)]
 
-    def tell(self, rank: int, report: TransferReport) -> None:
+    def tell(self, rank: int, report: WorkerReport) -> None:
         self._underway.append((rank, report))
 
     def arrive(self, rng: random.Random) -> None:

@@ -66,7 +66,7 @@ def fastdeploy(
 def make_worker(
     world: Any, reports: Reports, num_ranks: int = 1, kind: type[Worker] = Worker, **options: Any
 ) -> Worker:
-    copies = failing(world, "", {"kv-output": "host"})
+    copies = failing(world, "", {"kv-swap_out": "host"})
     ranks = [
         Rank(
             number, VirtualDevice(world.clock, copies), tags=world.tags, tell=reports.tell, clock=world.clock,
@@ -150,7 +150,7 @@ def make_engine(
         max_queued_events=10**6 if flush_only else 0,
     )  # fmt: skip
     manager = CacheManager(config)
-    copies = failing(world, of, {"kv-output": "host", "kv-input": "device"})
+    copies = failing(world, of, {"kv-swap_out": "host", "kv-swap_in": "device"})
     rank = EngineRank(
         VirtualDevice(world.clock, copies), blocks=device, host_blocks=host, block_size=block_size,
         tags=world.tags, on_device=on_device, drafts=bool(world.size(f"{of}drafts", rng.choice([0, 1]), 0)),

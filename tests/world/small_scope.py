@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel, NoSpace, SwapStep, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel, CopyResult, NoSpace, SwapStep
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.run import DEVICE
@@ -109,7 +109,7 @@ class World:
             if rank.orders:
                 yield "run", number
                 step = rank.orders[0][0]
-                for copies in (step.evict, step.swap_in) if self.faults_left else ():
+                for copies in (step.swap_out, step.swap_in) if self.faults_left else ():
                     each = [(slot,) for slot in copies.target_slots]
                     for slots in dict.fromkeys([*each, copies.target_slots] if each else []):
                         yield "run", number, copies.target.name, *slots
@@ -156,10 +156,10 @@ class World:
             if life.is_admitted and (life.allocated > life.told or not life.rows):
                 rows.append((life, self.manager.block_table(life.name), life.told))
                 life.told = life.rows[step.step] = life.allocated
-        filled = frozenset(step.evict.target_slots)
+        filled = frozenset(step.swap_out.target_slots)
         kept = {number: slots - filled for number, slots in self.backed_up.items()} | {step.step: filled}
         self.backed_up = {number: slots for number, slots in kept.items() if slots}
-        for rank in self.ranks if step.evict or step.swap_in or rows else ():
+        for rank in self.ranks if step.swap_out or step.swap_in or rows else ():
             rank.orders.append((step, rows))
 
     def _run(self, number: int, tier: str = "", *failing: int) -> None:
@@ -167,14 +167,14 @@ class World:
         self.faults_left -= bool(failing)
         rank = self.ranks[number]
         step, rows = rank.orders.popleft()
-        for copies, source, target in ((step.evict, rank.device, rank.host), (step.swap_in, rank.host, rank.device)):
+        for copies, source, target in ((step.swap_out, rank.device, rank.host), (step.swap_in, rank.host, rank.device)):
             read = [source[slot] for slot in copies.source_slots]
             for slot, held in zip(copies.target_slots, read, strict=True):
                 target[slot] = GARBAGE if copies.target.name == tier and slot in failing else held
             if failed := tuple(slot for slot in copies.target_slots if target[slot] == GARBAGE):
                 if copies.target is CacheLevel.HOST:
                     self.backed_up.pop(step.step, None)
-                result = TransferResult(step.step, copies.source, copies.target, len(failed), 0, 0.0, failed, "failed")
+                result = CopyResult(step.step, copies.source, copies.target, len(failed), 0, 0.0, failed, "failed")
                 for name in self.manager.transfer_failed(result):
                     self._end(name, "preempt")
         for life, slots, begin in rows:
@@ -357,7 +357,7 @@ def text(world: World) -> str:
     for rank in world.ranks:
         for step, rows in rank.orders:
             written = [(life.name, life.is_live, *row) for life, *row in rows]
-            parts.append([step.evict, step.swap_in, pending.index(step.step), written])
+            parts.append([step.swap_out, step.swap_in, pending.index(step.step), written])
         parts.append([rank.device, rank.host])
     return repr([*parts, manager._device_pool._free, manager._host_pool._free, len(world.stored)])
 

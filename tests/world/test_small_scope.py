@@ -10,9 +10,9 @@ import textwrap
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.block_pool import BlockPool
+from fastdeploy_kvcache_v1.scheduler.copies_by_step import CopiedRun
 from fastdeploy_kvcache_v1.scheduler.radix_tree import RadixTree
 from fastdeploy_kvcache_v1.scheduler.residency import Residency
-from fastdeploy_kvcache_v1.scheduler.told_copies import ToldCopy
 
 from .small_scope import SCOPES, search, walk
 
@@ -21,7 +21,7 @@ BROKEN = {
     "only the leaf is pinned": ("computed", RadixTree.match, "for run in path:", "for run in path[-1:]:"),
     "a slot leaves that a copy fills": ("both grow", Residency._is_host_victim, "and run.open is None", ""),
     "a reset forgets readers": ("stored", BlockPool.keep_only, "in self._readers:\n        is", "in ():\n        is"),
-    "a block is stored twice": ("walk", ToldCopy.take, "wanted.remove(slot)", "pass"),
+    "a block is stored twice": ("walk", CopiedRun.take, "wanted.remove(slot)", "pass"),
     "what is on its way to the host is found": (
         "evicted",
         RadixTree._find,

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from ...config import KVCacheConfig
-from ...contract.messages import DeviceSlot, MatchResult, NoSpace, PrefillTime, SwapStep, TransferResult
+from ...contract.messages import CopyResult, DeviceSlot, MatchResult, NoSpace, PrefillTime, SwapStep
 from ...errors import BlockPoolError, CacheStateError, InvariantError
 from ...scheduler.cache_manager import CacheManager
 from ...scheduler.costs import PrefillCosts
@@ -385,7 +385,7 @@ class PrefixCacheAdapter:
                 self._outbox.clear()
                 self._outbox.restart()
 
-    def host_copies_failed(self, results: Sequence[TransferResult]) -> None:
+    def host_copies_failed(self, results: Sequence[CopyResult]) -> None:
         """Workers say of these copies into the host tier that they failed: what they should hold is forgotten.
 
         Between two batches, when no request waits for a host block: a copy back that rode on a batch is the worker's.

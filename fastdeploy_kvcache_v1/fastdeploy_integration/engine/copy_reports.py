@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import zmq
 
-from ...contract.messages import CacheLevel, PassProgress, PrefillTime, TransferResult
+from ...contract.messages import CacheLevel, CopyResult, PassProgress, PrefillTime
 from ...errors import ConfigError, MessageVersionError
 from ...telemetry.metrics import counter, source
 from ..copy_report import CopyReport
@@ -43,10 +43,10 @@ POLL_MS = 200
 class CopyNews(NamedTuple):
     """What the schedule loop has to know of copies, since it asked last."""
 
-    failed: tuple[TransferResult, ...] = ()
+    failed: tuple[CopyResult, ...] = ()
     """Each once, however many ranks it failed on, in step order of the rank that told it first."""
     ended_through: Mapping[int, int] = {}  # never written
-    """By rank, see `TransferReport.ended_through`. Of the ranks that have said more."""
+    """By rank, see `WorkerReport.ended_through`. Of the ranks that have said more."""
     unlisted_through: int = -1
     """Copies of this step and earlier ones may have failed without being in `failed`, now or before."""
     passes: Mapping[int, PassProgress] = {}  # never written
@@ -83,7 +83,7 @@ class CopyReports:
         self._latest: dict[str, CopyReport] = {}
         self._lock = threading.Lock()
         """Of what the next `take` returns: a copy is never said to have ended before its failure is told."""
-        self._failed: deque[TransferResult] = deque()
+        self._failed: deque[CopyResult] = deque()
         self._told: dict[tuple[int, CacheLevel], None] = {}
         """Step and target of failed copies that were or are in `_failed`, in order."""
         self._ended_through: dict[int, int] = {}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...contract.messages import SwapStep, TransferReport
+from ...contract.messages import SwapStep, WorkerReport
 from ...errors import KVCacheError, StorageError
 from ...storage.engine.link import Answer, StorageLink
 from ...storage.engine.tier import StorageTier
@@ -240,9 +240,9 @@ class EngineStorage:
         with self._lock:
             if news.unlisted_through >= 0:
                 self.tier.copies_doubted(news.unlisted_through)
-            self.tier.copies_reported(0, TransferReport(news.failed))  # of whichever rank
+            self.tier.copies_reported(0, WorkerReport(news.failed))  # of whichever rank
             for rank, through in news.ended_through.items():
-                self.tier.copies_reported(rank, TransferReport((), 0.0, through))
+                self.tier.copies_reported(rank, WorkerReport((), 0.0, through))
             if self._passes is not None:
                 for rank, progress in news.passes.items():
                     self._passes.reported(rank, progress)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from ...contract.messages import PassProgress, PrefillTime, RankCopies, TransferReport, TransferResult
+from ...contract.messages import CopyResult, PassProgress, PrefillTime, RankCopies, WorkerReport
 from ..copy_report import CopyReport
 
 MAX_UNSENT_REPORTS = 64
@@ -37,7 +37,7 @@ class CopyReporter:
         self._worker = f"{os.getpid()}-{time.time_ns()}"
         self._number = 0
         self._copies = RankCopies()
-        self._untold: deque[TransferResult] = deque()
+        self._untold: deque[CopyResult] = deque()
         self._prefills: deque[PrefillTime] = deque(maxlen=MAX_UNTOLD_TIMES)
         self._unlisted_through = -1
         self._ended_through = -1
@@ -45,7 +45,7 @@ class CopyReporter:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
-    def tell(self, report: TransferReport) -> None:
+    def tell(self, report: WorkerReport) -> None:
         """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended; what only passes took
         waits for a report that says more. The first one says how the worker copies, whatever else it has to say.
         """
@@ -61,7 +61,7 @@ class CopyReporter:
             self._unlisted_through = max(self._unlisted_through, self._untold.popleft().step)
         if self._socket is None:
             self._socket = self._connect()
-        news = TransferReport(
+        news = WorkerReport(
             tuple(self._untold),
             ended_through=self._ended_through,
             passes=self._passes,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...attention.base import AttentionCacheBackend, CacheLayout
-from ...contract.messages import CacheLevel, RankCopies, TransferReport
+from ...contract.messages import CacheLevel, RankCopies, WorkerReport
 from ...errors import CacheStateError, ConfigError, TransferError
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
@@ -60,7 +60,7 @@ class WorkerCache:
         layer_timeout_s: float = 30.0,
         expected_block_bytes: int | None = None,
         keep_host_memory: bool = False,
-        tell_copies: Callable[[TransferReport], None] = lambda report: None,
+        tell_copies: Callable[[WorkerReport], None] = lambda report: None,
         storage: RankStorage | None = None,
         draft_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -177,7 +177,7 @@ class WorkerCache:
                 raise CacheStateError(f"swap step {step.step} arrived while there are no caches")
             self._latest = None
             if self._controller is not None:
-                overwritten = self._tables.written() if step.evict else None
+                overwritten = self._tables.written() if step.swap_out else None
                 self._latest = self._controller.transfers.submit(step, overwritten=overwritten)
                 self._counters += [] if self._latest is None else [self._latest]
         if self._passes is not None and steps:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...contract.messages import BatchRequest, PrefillTime, TransferReport
+from ...contract.messages import BatchRequest, PrefillTime, WorkerReport
 from ...errors import ConfigError, ModelError
 from ...fastdeploy_integration.disaggregation.ranks import RankRole, RankShape
 from ...fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
@@ -70,7 +70,7 @@ class CpuModelRunner:
         *,
         stats_directory: Path,
         tell_weights_status: Callable[[int, int], None] = lambda port, status: None,
-        tell_copies: Callable[[TransferReport], None] = lambda report: None,
+        tell_copies: Callable[[WorkerReport], None] = lambda report: None,
         storage: RankStorage | None = None,
         ranks: Ranks = ONE_RANK,
         transfers: RankRole | None = None,
@@ -215,14 +215,14 @@ class CpuModelRunner:
         is_busy = self._table.has_work or bool(self._pending) or copies_open
         is_busy = bool(self._ranks.union([self._ranks.rank] if is_busy else ()))
         if not is_busy and not self.is_sleeping:
-            self._tell(TransferReport(copies=self._controller.copies))
+            self._tell(WorkerReport(copies=self._controller.copies))
         return is_busy
 
     def _turn_transfers(self) -> None:
         if self._transfers is not None and self._steps is not None:
             self._transfers.turn(self._last_step)
 
-    def _tell(self, report: TransferReport) -> None:
+    def _tell(self, report: WorkerReport) -> None:
         """Passes end before they return. A row that waits for blocks computes nothing until a batch brings them."""
         if self._passes is not None:
             is_idle = not (self._table.has_work or self._pending)

@@ -1,7 +1,7 @@
 """Test hook: make the worker's copies slow or failing, as real links are now and then.
 
 The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
-`{"seed": 1, "max_delay_ms": 5, "delay_ms": {"input": 20}, "fail": {"input": [0, 9], "output": "all"}}`:
+`{"seed": 1, "max_delay_ms": 5, "delay_ms": {"swap_in": 20}, "fail": {"swap_in": [0, 9], "swap_out": "all"}}`:
 every copy first sleeps a random time, and the time of its stream; the named calls on a stream, counted from 0, fail.
 Streams are `input` (swap-in, a call per layer) and `output` (swap-out). With `"ranks": [1]` all this happens to these
 tensor-parallel ranks only.
@@ -43,7 +43,7 @@ class CopyFaults:
         self._calls: Counter[str] = Counter()
 
     def __call__(self, stream_name: str) -> None:
-        stream = next((name for name in ("input", "output") if name in stream_name), stream_name)
+        stream = next((name for name in ("swap_in", "swap_out") if name in stream_name), stream_name)
         call = self._calls[stream]
         self._calls[stream] += 1
         if self._max_delay_s:

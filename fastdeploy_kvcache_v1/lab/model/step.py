@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ...contract.messages import DeviceSlot, TransferReport
+from ...contract.messages import DeviceSlot, WorkerReport
 
 if TYPE_CHECKING:
     from .sampler import SamplingParams
@@ -90,4 +90,4 @@ class StepResult:
     """Reason by request id: a copy it depends on failed, nothing of this step may be kept; compute it again."""
     errors: dict[str, str] = field(default_factory=dict)
     """Reason by request id: its computation raised; do not try again."""
-    report: TransferReport = field(default_factory=TransferReport)
+    report: WorkerReport = field(default_factory=WorkerReport)

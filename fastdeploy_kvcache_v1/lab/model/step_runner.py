@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...contract.messages import BatchRequest, TransferReport
+from ...contract.messages import BatchRequest, WorkerReport
 from ...errors import ModelError, RankGroupError, TransferError
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
@@ -125,7 +125,7 @@ class StepRunner:
             self._transfers.end_pass([each.request_id for each in batch.requests if each.request_id not in dropped])
         return replace(result, report=self.take_report())
 
-    def take_report(self) -> TransferReport:
+    def take_report(self) -> WorkerReport:
         """Copies that ended since the last report."""
         return self._controller.transfers.take_report()
 

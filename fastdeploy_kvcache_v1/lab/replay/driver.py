@@ -89,7 +89,7 @@ class Replay:
         self.num_input_tokens = 0
         self.num_device_hit_tokens = 0
         self.num_host_hit_tokens = 0
-        self.num_evict_copies = 0
+        self.num_swap_out_copies = 0
         self.num_swap_in_copies = 0
         self.num_steps = 0
         self.num_no_space = 0
@@ -217,7 +217,7 @@ class Replay:
     def _run_step(self, members: list[ReplayedRequest]) -> None:
         """What the worker and then the scheduler do for one step: copies, forward, commit."""
         step = self.manager.take_swap_step()
-        self.num_evict_copies += len(step.evict)
+        self.num_swap_out_copies += len(step.swap_out)
         self.num_swap_in_copies += len(step.swap_in)
         if self.shadow is not None:
             self.shadow.run_step(step, [opened.shadow for opened in members if opened.shadow is not None])

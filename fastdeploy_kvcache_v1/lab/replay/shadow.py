@@ -13,7 +13,7 @@ from hashlib import sha256
 import numpy as np
 import numpy.typing as npt
 
-from ...contract.messages import BlockHash, CacheLevel, CacheSwapMetadata, SwapStep
+from ...contract.messages import BlockCopies, BlockHash, CacheLevel, SwapStep
 from ...errors import InvariantError
 
 WORDS = 4
@@ -84,7 +84,7 @@ class ShadowDataPlane:
         del self._running[request_id]
         self._users[self._tables.pop(request_id)] -= 1
 
-    def _copy(self, step: SwapStep, copies: CacheSwapMetadata) -> None:
+    def _copy(self, step: SwapStep, copies: BlockCopies) -> None:
         source, target = self._contents[copies.source], self._contents[copies.target]
         name = f"step {step.step}, {copies.source.value} to {copies.target.value}"
         sources, targets = np.array(copies.source_slots), np.array(copies.target_slots)

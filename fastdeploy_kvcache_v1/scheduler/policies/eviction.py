@@ -11,7 +11,7 @@ from ...config import KVCacheConfig, one_of
 from ...contract.flags import Flag
 from ..reuse.history import ReuseHistory
 from ..reuse.rates import NUM_CLASSES
-from ..run import Link, Run, RunQueue
+from ..run import QueueNode, Run, RunQueue
 
 LOOKED_AT = 8
 """Runs at the young end of a queue: one of them, with no run below it in any tier, may leave."""
@@ -40,13 +40,13 @@ class EvictionOrder:
         self.queues = [RunQueue() for _ in range(num_queues)]
         """All that may hold a place of its own."""
 
-    def enter(self, place: Link, /, *, first: bool = False) -> None:
+    def enter(self, place: QueueNode, /, *, first: bool = False) -> None:
         """The run, which no request uses and which is in no queue, has come into the tier. `first`: it was a candidate
         before, and had to wait for others. It leaves before runs that are worth the same.
         """
         (self.queues[0].put_oldest if first else self.queues[0].touch)(place)
 
-    def use(self, place: Link, /) -> None:
+    def use(self, place: QueueNode, /) -> None:
         """A request that used the run has ended; others may still use it. It is queued now, if it was not before."""
         self.queues[0].touch(place)
 
@@ -77,15 +77,15 @@ class Adaptive(EvictionOrder):
     def worth(self, run: Run) -> float:
         return self._history.worth(run)
 
-    def enter(self, place: Link, /, *, first: bool = False) -> None:
+    def enter(self, place: QueueNode, /, *, first: bool = False) -> None:
         run = place.run
         if run.last_use < 0:  # it was loaded, because a request wants it
             run.last_use = self._history.now
-        queue = self.queues[run.kind]
+        queue = self.queues[run.use_class]
         (queue.put_oldest if first else queue.touch)(place)
 
-    def use(self, place: Link, /) -> None:
-        self.queues[place.run.kind].touch(place)
+    def use(self, place: QueueNode, /) -> None:
+        self.queues[place.run.use_class].touch(place)
 
     def candidates(self) -> Iterator[Run]:
         first = self._first()
@@ -108,8 +108,8 @@ class Adaptive(EvictionOrder):
                 if first is None or value < least or (value == least and run.last_use < last_use):
                     first, least, last_use = run, value, run.last_use
         if first is not None:
-            for kind in self._history.ripening:
-                youngest = islice(self.queues[kind].youngest_first(), LOOKED_AT)
+            for use_class in self._history.ripening:
+                youngest = islice(self.queues[use_class].youngest_first(), LOOKED_AT)
                 young = next((run for run in youngest if not run.pins and not run.children), None)
                 if young is not None and worth(young) < worth(first):
                     first = young

@@ -34,11 +34,11 @@ class LiveAges:
                 self._merge(now)
         return self._weights[-1]
 
-    def remove(self, time: int, kind: int, weight: float) -> None:
+    def remove(self, time: int, use_class: int, weight: float) -> None:
         """What was used at `time` has been used again, or is not watched any more."""
         weights = self._weights[bisect_right(self._starts, time, 1) - 1]
-        left = weights[kind] - weight
-        weights[kind] = left if left > 0 else 0.0
+        left = weights[use_class] - weight
+        weights[use_class] = left if left > 0 else 0.0
 
     def spans(self, now: int) -> Iterator[tuple[int, int, Sequence[float]]]:
         """Youngest first: ages between which its uses lie, and the weight of each class."""

@@ -60,7 +60,7 @@ class ReuseHistory:
     def worth(self, run: Run) -> float:
         """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
         age = self.now - run.last_use
-        return self._worths[run.kind][AGE_CLASSES[(age * age).bit_length()]]
+        return self._worths[run.use_class][AGE_CLASSES[(age * age).bit_length()]]
 
     def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> Sequence[Group]:
         """A request is admitted that has these blocks; it finds `num_cached` of them. Returns what `ended` takes."""
@@ -76,9 +76,9 @@ class ReuseHistory:
             else:
                 if time > held_since:
                     found_by_lru = known
-                kind, num_blocks = CLASSES[uses], group.num_blocks
-                self._rates.used_again(kind, now - time, num_blocks)
-                self._ages.remove(time, kind, num_blocks)
+                use_class, num_blocks = CLASSES[uses], group.num_blocks
+                self._rates.used_again(use_class, now - time, num_blocks)
+                self._ages.remove(time, use_class, num_blocks)
                 group.time = IN_USE
             if uses < MOST_USES:
                 group.uses = uses + 1
@@ -91,16 +91,16 @@ class ReuseHistory:
         """A request has ended whose first `num_cached` blocks are cached: they count as used now. Returns the stretches
         of these blocks, the deepest first. `before`: what `arrived` returned, if it arrived.
         """
-        now, last_kind = self.now, -1
+        now, last_class = self.now, -1
         weights, stretches = self._ages.young(now), list[Stretch]()
         for group in reversed(self._watched.use_all(hashes, num_cached, before)):
-            kind, num_blocks = CLASSES[group.uses], group.num_blocks
-            if kind != last_kind:
-                stretches.append((group.depth, kind))
-                last_kind = kind
+            use_class, num_blocks = CLASSES[group.uses], group.num_blocks
+            if use_class != last_class:
+                stretches.append((group.depth, use_class))
+                last_class = use_class
             if group.time != IN_USE:  # another request that used them has ended before
-                self._ages.remove(group.time, kind, num_blocks)
-            weights[kind] += num_blocks
+                self._ages.remove(group.time, use_class, num_blocks)
+            weights[use_class] += num_blocks
             group.time = now
         self._watched.make_room(self._most_watched())
         return stretches

@@ -52,8 +52,8 @@ class ReuseRates:
         self._used = table()
         self._exposed = table()
 
-    def used_again(self, kind: int, age: int, num_blocks: int) -> None:
-        self._used[kind][AGE_CLASSES[(age * age).bit_length()]] += num_blocks
+    def used_again(self, use_class: int, age: int, num_blocks: int) -> None:
+        self._used[use_class][AGE_CLASSES[(age * age).bit_length()]] += num_blocks
 
     def exposed(self, age: int, num_blocks: Sequence[float], num_requests: int) -> None:
         """So many blocks of that age, by class, could have been used by each of `num_requests`."""
@@ -78,7 +78,7 @@ class ReuseRates:
                 for uses, chances, rate in zip(used, exposed, shared, strict=True)
             ]
             worths.append(_best_ratios(rates))
-        return worths, [kind for kind, row in enumerate(worths) if row[0] < RIPE * max(row)]
+        return worths, [use_class for use_class, row in enumerate(worths) if row[0] < RIPE * max(row)]
 
     def _shared_rates(self) -> list[float]:
         """Uses per block and request, of all classes together. Where none was seen, half of the rate at the age before:

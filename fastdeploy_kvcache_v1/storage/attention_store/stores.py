@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ...contract.messages import BlockHash, BlockHashes, CacheLevel, TransferResult
+from ...contract.messages import BlockHash, BlockHashes, CacheLevel, CopyResult
 from ...scheduler.cache_manager import CacheManager
 from ..engine.breaker import Breaker, of_rank
 from ..engine.counters import StorageCounters
@@ -109,7 +109,7 @@ class DeviceStores(StoreSide):
             self._give_up(self._waiting.popleft())
         self._waiting.append(prefix)
 
-    def copy_failed(self, result: TransferResult) -> None:
+    def copy_failed(self, result: CopyResult) -> None:
         """What was to be stored from one of its targets never arrived there."""
         if result.target is not CacheLevel.DEVICE:
             return

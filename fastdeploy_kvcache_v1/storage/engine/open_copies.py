@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from ...contract.messages import EVICT, SwapStep, TransferReport
+from ...contract.messages import SWAP_OUT, SwapStep, WorkerReport
 
 __all__ = ["OpenCopies"]
 
@@ -29,15 +29,15 @@ class OpenCopies:
         """The workers are being told of `step`."""
         self._told = step.step
         if step:
-            slots = self._open[step.step] = step.evict.target_slots
+            slots = self._open[step.step] = step.swap_out.target_slots
             self._last_filled.update(dict.fromkeys(slots, step.step))
 
-    def reported(self, rank: int, report: TransferReport) -> list[tuple[int, Sequence[int]]]:
+    def reported(self, rank: int, report: WorkerReport) -> list[tuple[int, Sequence[int]]]:
         """The steps that have ended on all ranks now, in order: for each its number, and the host slots, in order, that
         it has filled on all of them and that no later step fills.
         """
         for result in report.transfers:
-            if (result.source, result.target) == EVICT and not result.ok and result.step in self._open:
+            if (result.source, result.target) == SWAP_OUT and not result.ok and result.step in self._open:
                 self._open[result.step] = ()
         self._ended_through[rank] = max(self._ended_through[rank], report.ended_through)
         through = min(self._ended_through)

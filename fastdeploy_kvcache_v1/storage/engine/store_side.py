@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ...contract.messages import BlockHashes, TransferResult
+from ...contract.messages import BlockHashes, CopyResult
 from ..messages import StoreDone
 
 __all__ = ["StoreSide"]
@@ -17,7 +17,7 @@ class StoreSide(ABC):
     def filled(self, step: int, slots: Sequence[int]) -> None:  # noqa: B027
         """`step` has filled these host slots, on every rank; in the order of their blocks."""
 
-    def copy_failed(self, result: TransferResult) -> None:  # noqa: B027
+    def copy_failed(self, result: CopyResult) -> None:  # noqa: B027
         """The targets of a copy hold garbage."""
 
     def copies_doubted(self) -> None:  # noqa: B027

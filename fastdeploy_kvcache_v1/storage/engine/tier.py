@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ...contract.messages import BlockHashes, SwapStep, TransferReport
+from ...contract.messages import BlockHashes, SwapStep, WorkerReport
 from ...scheduler.cache_manager import CacheManager
 from ...telemetry.metrics import gauge_of, histogram, part, source
 from ..messages import LoadDone, QueryDone, StoreDone, UseNamespace
@@ -152,7 +152,7 @@ class StorageTier:
         """The forward pass of `step` has ended on every rank and its device."""
         self._passes.ended(step)
 
-    def copies_reported(self, rank: int, report: TransferReport) -> None:
+    def copies_reported(self, rank: int, report: WorkerReport) -> None:
         """A rank says what became of its copies. After `CacheManager.transfer_failed`."""
         for step, slots in self._copies.reported(rank, report):
             if self._namespace is not None:

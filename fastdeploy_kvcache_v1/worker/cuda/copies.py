@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from ...errors import ConfigError, TransferError
 from ..ops.copies import Copies
-from ..ops.rows import BlockRows, CopyRuns, LayerRows
+from ..ops.rows import BlockRows, CopySpans, LayerRows
 from .driver import DriverStream, driver
-from .rates import BATCH, KERNEL, RUNS, Rates
+from .rates import BATCH, KERNEL, SPANS, Rates
 
 PTX = Path(__file__).with_name("copy_rows.ptx")
 
@@ -53,8 +53,8 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         ("rows", c_uint64),
-        ("runs", c_uint64),
-        *((name, c_int32) for name in ("first_row", "end_row", "num_runs", "num_blocks", "to_device")),
+        ("spans", c_uint64),
+        *((name, c_int32) for name in ("first_row", "end_row", "num_spans", "num_blocks", "to_device")),
     )
 
 
@@ -117,28 +117,28 @@ class _Kernel:
     A plan lies behind the one before it on the stream, whose launches have read that one by then.
     """
 
-    def __init__(self, cupy: Any, function: c_void_p, rows: int, runs: int, *, to_device: bool) -> None:
+    def __init__(self, cupy: Any, function: c_void_p, rows: int, spans: int, *, to_device: bool) -> None:
         self._cupy, self._function = cupy, function
-        self._arguments = _Arguments(rows, runs, to_device=to_device)
+        self._arguments = _Arguments(rows, spans, to_device=to_device)
         self._parameters = (c_void_p * 1)(ctypes.addressof(self._arguments))
         self._shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
         self._launch = ctypes.addressof(self._shape)
         self._sources: deque[tuple[Any, Any]] = deque()
         """Events, and page-locked memory that uploads may read until then."""
 
-    def upload(self, stream: DriverStream, runs: CopyRuns) -> None:
+    def upload(self, stream: DriverStream, spans: CopySpans) -> None:
         """For the launches that follow, on the same stream."""
         while self._sources and self._sources[0][0].done():
             self._sources.popleft()
-        table = runs.table.astype(np.int32)
+        table = spans.table.astype(np.int32)
         table[:, 2] = np.cumsum(table[:, 2]) - table[:, 2]
         size = 1 << max(12, (table.nbytes - 1).bit_length())  # few sizes: CuPy has a pool of them
         source = self._cupy.cuda.alloc_pinned_memory(size)
         ctypes.memmove(source.ptr, table.ctypes.data, table.nbytes)
-        stream.call("cuMemcpyHtoDAsync", self._arguments.runs, source.ptr, table.nbytes, stream.handle)
+        stream.call("cuMemcpyHtoDAsync", self._arguments.spans, source.ptr, table.nbytes, stream.handle)
         self._sources.append((stream.record_event(), source))
         self._shape.stream = stream.handle
-        self._arguments.num_runs, self._arguments.num_blocks = len(runs), len(runs.sources)
+        self._arguments.num_spans, self._arguments.num_blocks = len(spans), len(spans.sources)
 
     def launch(self, stream: DriverStream, first: int, end: int) -> None:
         self._arguments.first_row, self._arguments.end_row = first, end  # the driver copies them at the call
@@ -163,14 +163,14 @@ class CudaCopies(Copies):
         """The calling thread's GPU, and what gives back what is held there."""
         reach = max(side.num_rows * side.pitch for pair in self._pairs[True] for side in pair)
         if reach > rates.reach:
-            self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != RUNS}
+            self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != SPANS}
         elif KERNEL in rates.ways:
             self._load(cupy)
         self._ways = tuple(way for way in rates.ways if way not in self.left)
-        if RUNS in rates.left and not self._ways:
+        if SPANS in rates.left and not self._ways:
             reasons = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
             raise ConfigError(f"nothing copies between this GPU and {reach} bytes of memory ({reasons})")
-        self._latest: dict[bool, tuple[CopyRuns | None, str]] = {True: (None, ""), False: (None, "")}
+        self._latest: dict[bool, tuple[CopySpans | None, str]] = {True: (None, ""), False: (None, "")}
         """By direction, the runs that came last and their way: all layers of a step have the same."""
 
     def _load(self, cupy: Any) -> None:
@@ -181,8 +181,8 @@ class CudaCopies(Copies):
                 function = _load_function(held)
                 place = _upload(cupy, rows, held)
                 for to_device, pairs in self._pairs.items():
-                    runs = _allocate(cupy, 12 * pairs[0][0].num_rows, held)
-                    self._kernels[to_device] = _Kernel(cupy, function, place, runs, to_device=to_device)
+                    spans = _allocate(cupy, 12 * pairs[0][0].num_rows, held)
+                    self._kernels[to_device] = _Kernel(cupy, function, place, spans, to_device=to_device)
             except (TransferError, cupy.cuda.runtime.CUDARuntimeError) as error:
                 self._kernels.clear()
                 self.left[KERNEL] = f"the driver refuses it: {error}".splitlines()[0]
@@ -199,32 +199,32 @@ class CudaCopies(Copies):
             raise TransferError("parts of the host tier lie apart for the GPU, as they do not in this process")
         return found.pop()
 
-    def _copy(self, stream: DriverStream, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+    def _copy(self, stream: DriverStream, first: int, end: int, spans: CopySpans, to_device: bool) -> None:
         latest, way = self._latest[to_device]
-        if runs is not latest:
-            way = self._begin(stream, runs, to_device)
+        if spans is not latest:
+            way = self._begin(stream, spans, to_device)
         if way == KERNEL:
             self._kernels[to_device].launch(stream, first, end)
         elif way == BATCH:
             rows = self._rows[to_device][first:end, None]
-            targets = rows["target"] + (rows["target_pitch"] * runs.targets).view(np.uint64)
-            sources = rows["source"] + (rows["source_pitch"] * runs.sources).view(np.uint64)
-            sizes = np.repeat(rows["bytes"].astype(np.uint64), len(runs.targets))
+            targets = rows["target"] + (rows["target_pitch"] * spans.targets).view(np.uint64)
+            sources = rows["source"] + (rows["source_pitch"] * spans.sources).view(np.uint64)
+            sizes = np.repeat(rows["bytes"].astype(np.uint64), len(spans.targets))
             copy_batch(stream, targets.ravel(), sources.ravel(), sizes)
-        elif way == RUNS:
+        elif way == SPANS:
             for target, source, target_pitch, source_pitch, nbytes in self._rows[to_device][first:end].tolist():
-                for of, to, blocks in runs:
+                for of, to, blocks in spans:
                     places = source + of * source_pitch, source_pitch, target + to * target_pitch, target_pitch
                     copy_2d(stream, *places, nbytes, blocks)
 
-    def _begin(self, stream: DriverStream, runs: CopyRuns, to_device: bool) -> str:
+    def _begin(self, stream: DriverStream, spans: CopySpans, to_device: bool) -> str:
         """Finds the way of these runs, which is empty where there are none."""
-        blocks, way = len(runs.sources), ""
+        blocks, way = len(spans.sources), ""
         if blocks:
-            way = self._rates.fastest(self._row_bytes, blocks, len(runs), to_device=to_device, among=self._ways)
+            way = self._rates.fastest(self._row_bytes, blocks, len(spans), to_device=to_device, among=self._ways)
         if way == KERNEL:
-            self._kernels[to_device].upload(stream, runs)
-        self._latest[to_device] = runs, way
+            self._kernels[to_device].upload(stream, spans)
+        self._latest[to_device] = spans, way
         return way
 
     def close(self) -> None:

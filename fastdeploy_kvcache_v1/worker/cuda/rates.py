@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...contract.messages import CopyPath
 
-KERNEL, BATCH, RUNS = WAYS = ("kernel", "batch", "runs")
+KERNEL, BATCH, SPANS = WAYS = ("kernel", "batch", "spans")
 """One kernel; one cuMemcpyBatchAsync; a cuMemcpy2DAsync for each run, which works everywhere."""
 
 JOINED = 16
@@ -30,10 +30,10 @@ class Timing(NamedTuple):
     joined: float
     """In a run of `JOINED` blocks."""
 
-    def of_copy(self, blocks: int, runs: int) -> float:
+    def of_copy(self, blocks: int, spans: int) -> float:
         """Linear in both."""
-        of_run = max(0.0, self.apart - self.joined) * JOINED / (JOINED - 1)
-        return max(0.0, self.apart - of_run) * blocks + of_run * runs
+        of_span = max(0.0, self.apart - self.joined) * JOINED / (JOINED - 1)
+        return max(0.0, self.apart - of_span) * blocks + of_span * spans
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,25 @@ class Rates:
     @property
     def ways(self) -> tuple[str, ...]:
         """In the order of preference where times are equal."""
-        return tuple(way for way in WAYS if way in self.timings) or (RUNS,)
+        return tuple(way for way in WAYS if way in self.timings) or (SPANS,)
 
     def fastest(
-        self, row_bytes: Sequence[int], blocks: int, runs: int, *, to_device: bool, among: Collection[str]
+        self, row_bytes: Sequence[int], blocks: int, spans: int, *, to_device: bool, among: Collection[str]
     ) -> str:
         """The way for a copy of so many blocks in so many runs, rows of these sizes each."""
         ways = [way for way in self.ways if way in among]
         if len(ways) < 2:
-            return ways[0] if ways else RUNS
-        return min(ways, key=lambda way: sum(self._time(way, to_device, each, blocks, runs) for each in row_bytes))
+            return ways[0] if ways else SPANS
+        return min(ways, key=lambda way: sum(self._time(way, to_device, each, blocks, spans) for each in row_bytes))
 
-    def _time(self, way: str, to_device: bool, row_bytes: int, blocks: int, runs: int) -> float:
+    def _time(self, way: str, to_device: bool, row_bytes: int, blocks: int, spans: int) -> float:
         timings = self.timings[way][to_device]
         for low, high in pairwise(timings):
             if low.row_bytes <= row_bytes <= high.row_bytes:
                 part = log(row_bytes / low.row_bytes) / log(high.row_bytes / low.row_bytes)
-                return low.of_copy(blocks, runs) * (1 - part) + high.of_copy(blocks, runs) * part
+                return low.of_copy(blocks, spans) * (1 - part) + high.of_copy(blocks, spans) * part
         nearest = timings[0] if row_bytes < timings[0].row_bytes else timings[-1]
-        return nearest.of_copy(blocks, runs) * max(1.0, row_bytes / nearest.row_bytes)
+        return nearest.of_copy(blocks, spans) * max(1.0, row_bytes / nearest.row_bytes)
 
     def paths(self) -> tuple[CopyPath, ...]:
         """For the metrics: both directions, every way, and why it is not used."""

@@ -25,7 +25,7 @@ from ..cache_directory import cache_directory
 from ..ops.copies import CHOICE as OPS
 from .copies import PTX
 from .driver import load_cupy, uuid_of
-from .rates import BATCH, RUNS, WAYS, Rates, Timing
+from .rates import BATCH, SPANS, WAYS, Rates, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -115,17 +115,17 @@ def _unwanted(release: str) -> dict[str, str]:
 
 
 def _rates(answers: Mapping[str, Answer]) -> Rates:
-    if answers[RUNS].is_wrong:
+    if answers[SPANS].is_wrong:
         raise ConfigError(
-            f"plain copies between GPU and host give other bytes ({answers[RUNS].left}): this machine is broken, serve "
-            "on another one"
+            f"plain copies between GPU and host give other bytes ({answers[SPANS].left}): this machine is broken, "
+            "serve on another one"
         )
     left = {way: answer.left for way, answer in answers.items() if answer.left}
     live = {way: answer for way, answer in answers.items() if not answer.left}
     if not live:
         reasons = "; ".join(f"{way}: {reason}" for way, reason in left.items())
-        logger.warning("copies between GPU and host are plain ones (%s), untried: %s", RUNS, reasons)
-        del left[RUNS]
+        logger.warning("copies between GPU and host are plain ones (%s), untried: %s", SPANS, reasons)
+        del left[SPANS]
     timings = {way: answer.timings for way, answer in live.items()}
     return Rates(timings, left, min((answer.reach for answer in live.values()), default=0))
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ...errors import TransferError
 from ..ops.copies import Copies, CpuCopies
-from ..ops.rows import BlockRows, ByteRows, CopyRuns, LayerRows, plan_runs
+from ..ops.rows import BlockRows, ByteRows, CopySpans, LayerRows, plan_spans
 from .copies import CudaCopies
 from .rates import JOINED, Rates, Timing
 from .runtime import MAPPED, PORTABLE, CudaStream
@@ -82,14 +82,14 @@ class _Tiers:
             yield place, part[:half]
             yield place + slots * nbytes - len(part[half:]), part[half:]
 
-    def plan(self, device: Slots, host: Slots, *, to_device: bool) -> CopyRuns:
+    def plan(self, device: Slots, host: Slots, *, to_device: bool) -> CopySpans:
         """From numbers among the used slots of one tier to as many of the other's."""
         sides = [
             ((numbers + (numbers >= self.used // 2) * (slots - self.used)).tolist(), slots)
             for numbers, slots in zip((device, host), self._slots, strict=True)
         ]
         (to, num_targets), (of, num_sources) = sides if to_device else sides[::-1]
-        return plan_runs(of, to, num_sources=num_sources, num_targets=num_targets)
+        return plan_spans(of, to, num_sources=num_sources, num_targets=num_targets)
 
 
 class _Trial:
@@ -166,7 +166,7 @@ class _Trial:
         self._runtime.memcpy(to, of, nbytes, self._runtime.memcpyDefault)
         self._runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
 
-    def _exchange(self, copies: Copies, num_layers: int, into: CopyRuns, out: CopyRuns) -> None:
+    def _exchange(self, copies: Copies, num_layers: int, into: CopySpans, out: CopySpans) -> None:
         for layer in range(num_layers):
             copies.layer(self._into, layer, into, to_device=True)
         copies.all_layers(self._out, out, to_device=False)
@@ -190,7 +190,7 @@ class _Trial:
         return timing
 
 
-def _plans(tiers: _Tiers, device: Slots, host: Slots) -> tuple[CopyRuns, CopyRuns]:
+def _plans(tiers: _Tiers, device: Slots, host: Slots) -> tuple[CopySpans, CopySpans]:
     """In for the first half of the blocks, out for the others. Made before anything is copied, so that both run at
     once.
     """
@@ -208,12 +208,12 @@ def _addresses(sizes: Sequence[int]) -> mmap.mmap:
     raise MemoryError(f"the system refused {nbytes} bytes of addresses")
 
 
-def _nanoseconds(copies: CudaCopies, stream: CudaStream, runs: CopyRuns, *, to_device: bool) -> float:
+def _nanoseconds(copies: CudaCopies, stream: CudaStream, spans: CopySpans, *, to_device: bool) -> float:
     """Until the bytes are there, and half of this thread's time: the best of a few, the first of which plans."""
     found = []
     for _ in range(1 + REPEATS):
         begin, before = stream.record_event(timed=True), time.perf_counter_ns()
-        copies.all_layers(stream, runs, to_device=to_device)
+        copies.all_layers(stream, spans, to_device=to_device)
         of_thread = time.perf_counter_ns() - before
         end = stream.record_event(timed=True)
         stream.synchronize()

@@ -1,14 +1,14 @@
 """What copies bytes: rows of memory, plans of copies, and the ways that a CPU and a GPU have to carry them out."""
 
 from .host_memory import HostBuffer, host_alloc
-from .rows import BlockRows, CopyRuns, LayerRows, plan_runs, tensor_rows
+from .rows import BlockRows, CopySpans, LayerRows, plan_spans, tensor_rows
 
 __all__ = [
     "BlockRows",
-    "CopyRuns",
+    "CopySpans",
     "HostBuffer",
     "LayerRows",
     "host_alloc",
-    "plan_runs",
+    "plan_spans",
     "tensor_rows",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...contract.messages import CopyPath
 from ...errors import CacheStateError, ConfigError
-from .rows import BlockRows, CopyRuns, LayerRows
+from .rows import BlockRows, CopySpans, LayerRows
 
 CHOICE = "FASTDEPLOY_KVCACHE_OPS"
 """Environment variable: `numpy` leaves the C copies of a CPU alone, `paddle` copies by Paddle's operators."""
@@ -29,7 +29,7 @@ ROW = np.dtype([("target", "u8"), ("source", "u8"), ("target_pitch", "i8"), ("so
 class Copies(ABC):
     """The copies between a device tier and a host tier, whose rows stay where they are.
 
-    Runs are `plan_runs`' for these tiers. A call is work of `stream`: it is submitted there, and enqueues or copies.
+    Runs are `plan_spans`' for these tiers. A call is work of `stream`: it is submitted there, and enqueues or copies.
     The copies of one direction are all submitted to one stream.
     """
 
@@ -44,17 +44,17 @@ class Copies(ABC):
         self._rows = {way: np.array([_row(*pair) for pair in pairs], ROW) for way, pairs in self._pairs.items()}
         """The same as a table."""
 
-    def layer(self, stream: Any, layer: int, runs: CopyRuns, to_device: bool) -> None:
+    def layer(self, stream: Any, layer: int, spans: CopySpans, to_device: bool) -> None:
         """Copy the blocks of `runs` of one layer, all roles."""
         first = layer * self._num_roles
-        self._copy(stream, first, first + self._num_roles, runs, to_device)
+        self._copy(stream, first, first + self._num_roles, spans, to_device)
 
-    def all_layers(self, stream: Any, runs: CopyRuns, to_device: bool) -> None:
+    def all_layers(self, stream: Any, spans: CopySpans, to_device: bool) -> None:
         """As `layer`, for every layer."""
-        self._copy(stream, 0, len(self._pairs[True]), runs, to_device)
+        self._copy(stream, 0, len(self._pairs[True]), spans, to_device)
 
     @abstractmethod
-    def _copy(self, stream: Any, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+    def _copy(self, stream: Any, first: int, end: int, spans: CopySpans, to_device: bool) -> None:
         """As `layer`, for the rows `[first, end)`."""
 
     def close(self) -> None:  # noqa: B027  most have nothing
@@ -76,13 +76,13 @@ def chosen() -> str:
 class CpuCopies(Copies):
     """On the calling thread, done on return, without the interpreter lock: by C where it was built, else by NumPy."""
 
-    def _copy(self, stream: Any, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+    def _copy(self, stream: Any, first: int, end: int, spans: CopySpans, to_device: bool) -> None:
         if (by_c := library()) is not None:
             rows = self._rows[to_device].ctypes.data + first * ROW.itemsize
-            by_c.copy_rows(rows, end - first, runs.table.ctypes.data, len(runs))
+            by_c.copy_rows(rows, end - first, spans.table.ctypes.data, len(spans))
             return
         for target, source in self._pairs[to_device][first:end]:
-            for of, to, blocks in runs:
+            for of, to, blocks in spans:
                 np.copyto(target.array[to : to + blocks], source.array[of : of + blocks])
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ...errors import CacheStateError, ConfigError
 from .copies import Copies
-from .rows import BlockRows, CopyRuns, LayerRows
+from .rows import BlockRows, CopySpans, LayerRows
 
 LIBRARY = Path(__file__).with_name("_paddle_ops.so")
 
@@ -109,9 +109,9 @@ class PaddleCopies(Copies):
                 f"{LIBRARY.name} was built without nvcc, for a CPU: run scripts/build_ops.sh paddle with it"
             )
 
-    def _copy(self, stream: Any, first: int, end: int, runs: CopyRuns, to_device: bool) -> None:
+    def _copy(self, stream: Any, first: int, end: int, spans: CopySpans, to_device: bool) -> None:
         """Enqueued on `stream` on a GPU, else done on return. Upstream's operator for all layers would wait for it."""
-        device, host = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)
+        device, host = (spans.targets, spans.sources) if to_device else (spans.sources, spans.targets)
         with _current_stream(self._roles[first].cache, stream):
             for role in self._roles[first:end]:
                 numbers = (host * role.rows_per_block).tolist()

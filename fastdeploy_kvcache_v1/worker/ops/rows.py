@@ -83,7 +83,7 @@ def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
 
 
 @dataclass(eq=False)
-class CopyRuns:
+class CopySpans:
     """Runs as a table, so that nobody looks at them one by one. Nothing of it changes any more."""
 
     table: npt.NDArray[np.int64]
@@ -107,7 +107,7 @@ class CopyRuns:
         return iter(self.table.tolist())
 
 
-def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopyRuns:
+def plan_spans(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopySpans:
     """Validate a slot list and coalesce it: the fewest runs that copy `sources[i]` to `targets[i]`.
 
     Raises `CacheStateError`, before anything was touched, for unequal lengths, ids out of range, or a target that
@@ -127,7 +127,7 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     starts = edges[:-1]
     table = np.empty((len(starts), 3), np.int64)
     table[:, 0], table[:, 1], table[:, 2] = source[starts], target[starts], edges[1:] - starts
-    return CopyRuns(table, source, target, reads, writes)
+    return CopySpans(table, source, target, reads, writes)
 
 
 def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[np.int64]:

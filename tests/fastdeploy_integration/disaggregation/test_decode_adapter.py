@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyResult
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import INPUTS, KEY, name_of
@@ -235,7 +235,7 @@ def test_slots_that_an_eviction_reads_are_filled_after_it_on_an_idle_server():
     assert carrier is not None, "no other batch would come"
     (step,) = decode.batch(carrier)
     assert step.step == command.after_step
-    assert not set(step.evict.source_slots).isdisjoint(command.slots)
+    assert not set(step.swap_out.source_slots).isdisjoint(command.slots)
     assert decode.carrier() is None
     decode.complete(task)
     decode.cache.check_idle()
@@ -288,7 +288,7 @@ def test_a_request_whose_copies_were_lost_does_not_run():
 def test_a_request_whose_host_blocks_hold_nothing_does_not_run(monkeypatch, is_granted):
     """The worker says so before a batch has their copies, perhaps while FastDeploy gives it its seat."""
     decode = full()
-    failed = TransferResult(1, *EVICT, 8, 0, 0.0, tuple(range(8)), "x")
+    failed = CopyResult(1, *SWAP_OUT, 8, 0, 0.0, tuple(range(8)), "x")
     grant = decode.cache.grant
     if is_granted:
         task = swapped_in(decode)

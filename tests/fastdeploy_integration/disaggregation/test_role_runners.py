@@ -151,11 +151,11 @@ def test_a_retry_leaves_blocks_alone_that_a_lease_holds(make_pair, monkeypatch):
     """It would wait for the lease, which ends on the thread that waits, until it gives up."""
     given_up = []
     monkeypatch.setattr(cpu, "LayerSwapTimeoutError", lambda why: given_up.append(why) or LayerSwapTimeoutError(why))
-    pair = make_pair(copy_faults='{"fail": {"input": "all"}}')
+    pair = make_pair(copy_faults='{"fail": {"swap_in": "all"}}')
     runner = pair.prefill
     for task in (
         prefill(0, "z", LONG, [0, 1, 2, 4]),
-        with_swaps(other(ABORT, 0, "z"), 0, evict=((2,), (3,))),
+        with_swaps(other(ABORT, 0, "z"), 0, swap_out=((2,), (3,))),
         pair.prefill_task("c", PROMPT, (0, 1, 6), start=16),
     ):
         runner.insert_tasks([task])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, CacheLevel, MatchedSpan, MatchResult, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CacheLevel, CopyResult, MatchedSpan, MatchResult
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.fastdeploy_gauges import WINDOW, HitRates, match_metrics
 
@@ -45,7 +45,7 @@ def test_a_host_copy_that_failed_is_of_no_request_that_was_matched_and_not_sched
     server, task = Server(8, 40, write_policy="write_back"), FakeTask("x", [1] * 17)
     server.serve([1] * 17, [2] * 25)
     assert server.cache.request_match_blocks(task, 4)[1] == 16
-    server.cache.host_copies_failed([TransferResult(1, *EVICT, 8, 0, 0.0, tuple(range(8)), "injected")])
+    server.cache.host_copies_failed([CopyResult(1, *SWAP_OUT, 8, 0, 0.0, tuple(range(8)), "injected")])
     assert task.num_cached_blocks == 0
     server.cache.check()
 

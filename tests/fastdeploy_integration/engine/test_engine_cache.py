@@ -8,7 +8,7 @@ import zmq
 
 from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.config import GIB
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, PrefillTime, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, CopyResult, PrefillTime, WorkerReport
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
@@ -45,8 +45,8 @@ def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     assert fake_fastdeploy.exported == [(None, None)], "workers take no flags"
     assert manager.publisher.reports.latest() == ()
     reporter, prefill = CopyReporter(socket_path(77), rank=1), PrefillTime(100, 0.0, 1.0)
-    failed = (TransferResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (EVICT, SWAP_IN))
-    reporter.tell(TransferReport((*failed, TransferResult(1, *SWAP_IN, 3, 0, 7.0)), prefills=(prefill,)))
+    failed = (CopyResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (SWAP_OUT, SWAP_IN))
+    reporter.tell(WorkerReport((*failed, CopyResult(1, *SWAP_IN, 3, 0, 7.0)), prefills=(prefill,)))
     wait_for(manager.reports.latest, "the report")
     told, measured = [], manager.measured
     manager.manager.transfer_failed = lambda result: told.append((result.step, *result.target_slots)) or ()
@@ -64,14 +64,14 @@ def test_a_copy_that_failed_on_several_ranks_is_told_once(fake_fastdeploy, num_r
     manager, told = launched(), []
     manager.manager.transfer_failed = lambda result: told.append((result.step, result.target_slots)) or ()
     first, second, copy_in = (
-        TransferResult(step, *kind, 2, 0, 0.0, slots, "injected")
-        for step, kind, slots in ((3, EVICT, (1, 2)), (5, EVICT, (1, 2)), (3, SWAP_IN, (7, 8)))
+        CopyResult(step, *kind, 2, 0, 0.0, slots, "injected")
+        for step, kind, slots in ((3, SWAP_OUT, (1, 2)), (5, SWAP_OUT, (1, 2)), (3, SWAP_IN, (7, 8)))
     )
     with ExitStack() as stack:
         ranks = [stack.enter_context(closing(CopyReporter(socket_path(77), rank))) for rank in range(num_ranks)]
         for failed in ([copy_in, first], [second]):
             for reporter in ranks:
-                reporter.tell(TransferReport(tuple(failed)))
+                reporter.tell(WorkerReport(tuple(failed)))
                 wait_for(lambda: manager.reports._has_news, "the report")
                 schedule(manager)
     assert told == [(3, (1, 2)), (5, (1, 2))]
@@ -224,7 +224,7 @@ def test_a_store_that_does_not_work_now_is_left_for_later_and_one_that_cannot_is
 
 def test_failed_host_copies_are_told_to_the_cache_before_news_reach_the_store(store, monkeypatch):
     manager = stored(monkeypatch)
-    copies = [TransferResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (EVICT, SWAP_IN)]
+    copies = [CopyResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (SWAP_OUT, SWAP_IN)]
     news = CopyNews(tuple(copies), {0: 0}, prefills={0: ()})
     told = manager.storage.told
     manager.host_copies_failed = lambda failed: told.append(("failed", failed))

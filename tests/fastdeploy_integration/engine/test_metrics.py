@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, CopyPath, RankCopies, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyPath, CopyResult, RankCopies, WorkerReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
@@ -67,7 +67,7 @@ def publisher(samples, monkeypatch):
 
 
 def reported(worker, copies, rank=0):
-    return CopyReport(rank, worker, 0, TransferReport(copies=copies))
+    return CopyReport(rank, worker, 0, WorkerReport(copies=copies))
 
 
 def reports(*latest, **numbers):
@@ -88,7 +88,7 @@ def test_each_number_of_the_scheduler_half_is_published_under_its_name(publisher
 
 def test_every_metric_that_the_docs_have_of_fastdeploy_is_published(publisher, samples, tmp_path):
     """Of a server that has every part."""
-    moved, paths = MoveTotals(1, 1, 1.0, 1), (CopyPath("in", "runs"),)
+    moved, paths = MoveTotals(1, 1, 1.0, 1), (CopyPath("in", "spans"),)
     tier = bare(StorageTier, counters=StorageCounters(moved, moved))
     tier._fetches = SimpleNamespace(num_waiting_requests=1, is_left_alone=True)
     recorder = TraceRecorder(tmp_path / "trace", 16, log=logging.getLogger())
@@ -136,7 +136,7 @@ def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, sam
     publisher.publish()
     assert [samples()[f"copy_reports_{kind}_total",] for kind in ("lost", "unreadable")] == [7, 8]
     for report, blocks, shown in ((first, 3, 3), (first, 2, 5), (second, 4, 9)):
-        report.news.copies.add(TransferResult(0, *EVICT, blocks, 0, 0.0))
+        report.news.copies.add(CopyResult(0, *SWAP_OUT, blocks, 0, 0.0))
         for _ in range(2):
             publisher.publish()
         assert samples()["swap_blocks_total", ("direction", "out"), ("rank", "0")] == shown
@@ -155,7 +155,7 @@ def test_ways_of_copying_are_shown_until_others_take_their_place(publisher, samp
 
     assert shown("first", ["kernel"], ["batch", "no"]) == {("kernel", ""): 1, ("batch", "no"): 0}
     left = {("kernel", ""): 0, ("kernel", "late"): 0, ("batch", "no"): 0}
-    assert shown("second", ["kernel", "late"], ["runs"]) == {**left, ("runs", ""): 1}
+    assert shown("second", ["kernel", "late"], ["spans"]) == {**left, ("spans", ""): 1}
 
 
 @pytest.mark.parametrize(("ledger", "side"), [(LeaseLedger, "prefill"), (FetchLedger, "decode")])

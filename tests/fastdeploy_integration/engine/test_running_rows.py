@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, BlockCopies, SwapStep
 from fastdeploy_kvcache_v1.contract.swap_message import encode
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.running_rows import running_rows
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import (
@@ -18,7 +18,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import (
     take_running,
 )
 
-STEP = SwapStep.of(0, CacheSwapMetadata(*EVICT, (1,), (2,)), CacheSwapMetadata(*SWAP_IN, (3,), (5,)))
+STEP = SwapStep.of(0, BlockCopies(*SWAP_OUT, (1,), (2,)), BlockCopies(*SWAP_IN, (3,), (5,)))
 
 
 def test_a_row_has_a_length_once_it_has_a_token_behind_what_it_prefills():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, PassProgress, SwapStep, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyResult, PassProgress, SwapStep, WorkerReport
 from fastdeploy_kvcache_v1.errors import ModelError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter, seats
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
@@ -228,12 +228,12 @@ def test_what_may_be_lost_is_doubted_where_passes_are_followed(follows_passes):
 @pytest.mark.parametrize("unlisted_through", [-1, 0, 5])
 def test_failed_copies_are_told_before_what_has_ended(follows_passes, unlisted_through):
     storage, _, told = storage_of(follows_passes=follows_passes)
-    failed, progress = (TransferResult(3, *EVICT, 1, 0, 0.0, (7,), "injected"),), PassProgress(3, 1.0)
+    failed, progress = (CopyResult(3, *SWAP_OUT, 1, 0, 0.0, (7,), "injected"),), PassProgress(3, 1.0)
     storage.copies_reported(CopyNews(failed, {0: 4, 1: 2}, unlisted_through, {1: progress}))
     doubted = [("copies_doubted", unlisted_through)] * (unlisted_through >= 0)
-    ended = [("copies_reported", rank, TransferReport((), 0.0, step)) for rank, step in ((0, 4), (1, 2))]
+    ended = [("copies_reported", rank, WorkerReport((), 0.0, step)) for rank, step in ((0, 4), (1, 2))]
     news = [("passes", 1, progress)] * follows_passes
-    assert told == [*doubted, ("copies_reported", 0, TransferReport(failed)), *ended, *news]
+    assert told == [*doubted, ("copies_reported", 0, WorkerReport(failed)), *ended, *news]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.contract.messages import SwapStep
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.causal_mask import init_flash_backend
-from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
+from tests.fastdeploy_integration.worker.worker_caches import content, fill, register, swap_in, swap_out, task
 from tests.flash_attention import flash
 
 
@@ -46,7 +46,7 @@ def test_how_a_pass_waits(installed, cudagraph, level, dummy, waits_in_layers):
     def original(is_dummy_or_profile_run=False):
         runner.forward_meta = SimpleNamespace(step_use_cudagraph=cudagraph)
 
-    tasks = [task(SwapStep(0, (evict((0, 0)), swap_in((0, 1)))))]
+    tasks = [task(SwapStep(0, (swap_out((0, 0)), swap_in((0, 1)))))]
     inserted = worker_patches.insert_tasks(lambda *given: given, runner, (tasks, 1), {})
     assert inserted == (tasks, 1)
     worker_patches.initialize_forward_meta(original, runner, (), {"is_dummy_or_profile_run": dummy})

@@ -8,7 +8,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUT
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.fastdeploy_integration.worker.worker_caches import evict, register, swap_in, task
+from tests.fastdeploy_integration.worker.worker_caches import register, swap_in, swap_out, task
 from tests.world.streams import Clock, VirtualDevice
 
 
@@ -26,7 +26,7 @@ def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_insid
             counter.wait_all()
         cache.end_forward()
 
-    run_pass(SwapStep(0, (evict((1, 3)),)))
+    run_pass(SwapStep(0, (swap_out((1, 3)),)))
     run_pass(SwapStep(1, (swap_in((3, 5)),)))
     run_pass(SwapStep(2, (swap_in((3, 4)),)), layer_by_layer=False)
     timed = [prefill for report in reports for prefill in report.prefills]
@@ -42,7 +42,7 @@ def test_what_was_counted_outlives_the_tensors_also_where_blocks_change(make_cac
     cache = make_cache(tell_copies=reports.append)
     for step, layers in enumerate((1, 2)):
         register(cache, layers=layers)
-        cache.receive([task(SwapStep(step, (evict((1, 3)),)), previous=step - 1)])
+        cache.receive([task(SwapStep(step, (swap_out((1, 3)),)), previous=step - 1)])
         cache.begin_forward(layer_by_layer=False)
         cache._controller.transfers.drain()
         cache.end_forward()
@@ -92,7 +92,7 @@ def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for(make_cache):
     """FastDeploy prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
     cache = make_cache()
     register(cache)
-    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
+    cache.receive([task(SwapStep(0, (swap_out((0, 0)), swap_in((0, 4)))))])
     counter = cache.begin_forward(layer_by_layer=True)
     waited = []
     counter.wait_all = lambda: waited.append("all")
@@ -107,7 +107,7 @@ def test_a_step_waits_at_once_for_the_swap_ins_of_skipped_ones(make_cache):
     cache = make_cache()
     register(cache)
     cache.receive([task(SwapStep(0, (swap_in((0, 1)),)))])
-    cache.receive([task(SwapStep(1, (evict((1, 2)),)), previous=0, table=(1,))])
+    cache.receive([task(SwapStep(1, (swap_out((1, 2)),)), previous=0, table=(1,))])
     waits = cache.begin_forward(layer_by_layer=True)
     assert waits is None or 1 not in waits.target_slots
     cache.end_forward()
@@ -138,7 +138,7 @@ def test_who_gives_host_memory_back(make_cache, monkeypatch, keep, num_freed):
     assert len(freed) == num_freed
     assert not cache.has_host_tier
     with pytest.raises(CacheStateError, match="while there are no caches"):
-        cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
+        cache.receive([task(SwapStep(0, (swap_out((0, 0)),)))])
     register(cache, heads=2)  # blocks look different now: kept memory is of no use
     assert len(freed) == 1
     assert cache._controller.host_pool.layout.block_bytes == 2 * freed[0] // 4
@@ -177,7 +177,7 @@ def prefill(step=None, table=(0,), start=0, end=2, index=0):
 )
 def test_a_pass_does_not_wait_for_a_backup(virtual, end, copied, running):
     """A row may decode in block 3 meanwhile."""
-    second = prefill(SwapStep(0, (evict(*copied),)), (5,), index=1)
+    second = prefill(SwapStep(0, (swap_out(*copied),)), (5,), index=1)
     setattr(second, ROWS_ATTRIBUTE, running)
     for arrived in (prefill(table=(0, 1, 2, 3), end=end), second):
         virtual.receive([arrived])
@@ -202,10 +202,10 @@ def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(virtual):
 
 def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache):
     told = []
-    device = VirtualDevice(Clock(), lambda stream: stream == "kv-output")
+    device = VirtualDevice(Clock(), lambda stream: stream == "kv-swap_out")
     cache = make_cache(make_runtime=lambda: device, tell_copies=told.append)
     register(cache)
-    cache.receive([task(SwapStep(0, (evict((0, 2), (1, 3)),)))])
+    cache.receive([task(SwapStep(0, (swap_out((0, 2), (1, 3)),)))])
     cache._controller.transfers.drain(5.0)
     cache.begin_forward(layer_by_layer=True)
     cache.end_forward()

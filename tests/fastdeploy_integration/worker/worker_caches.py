@@ -3,19 +3,19 @@
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
-from fastdeploy_kvcache_v1.contract.messages import CacheLevel, CacheSwapMetadata
+from fastdeploy_kvcache_v1.contract.messages import BlockCopies, CacheLevel
 from fastdeploy_kvcache_v1.contract.swap_message import START, encode
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN
 from tests.fastdeploy_integration.engine.by_hand import FakeTask
 
 
-def evict(*pairs):
-    return CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, *map(tuple, zip(*pairs, strict=True)))
+def swap_out(*pairs):
+    return BlockCopies(CacheLevel.DEVICE, CacheLevel.HOST, *map(tuple, zip(*pairs, strict=True)))
 
 
 def swap_in(*pairs):
-    return CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, *map(tuple, zip(*pairs, strict=True)))
+    return BlockCopies(CacheLevel.HOST, CacheLevel.DEVICE, *map(tuple, zip(*pairs, strict=True)))
 
 
 def task(step=None, previous=START, table=(0,)):

@@ -62,8 +62,8 @@ class CUDARuntimeError(RuntimeError):
 class Arguments(ctypes.Structure):
     """Of `copy_cache_rows`, as the kernel's source has them."""
 
-    _fields_ = [("rows", c_uint64), ("runs", c_uint64)] + [
-        (name, ctypes.c_int32) for name in ("first_row", "end_row", "num_runs", "num_blocks", "to_device")
+    _fields_ = [("rows", c_uint64), ("spans", c_uint64)] + [
+        (name, ctypes.c_int32) for name in ("first_row", "end_row", "num_spans", "num_blocks", "to_device")
     ]
 
 
@@ -362,7 +362,7 @@ class FakeGpu:
         self.log.append(("copy", stream, to, of, nbytes))
         half = nbytes // 2  # in two pieces, so that somebody may see half of it
         parts = [self._row(to, of, half), self._row(to + half, of + half, nbytes - half)]
-        self._copy(stream, self.copy_ns("runs", 1, nbytes), parts)
+        self._copy(stream, self.copy_ns("spans", 1, nbytes), parts)
 
     cuMemcpyHtoDAsync = cuMemcpyAsync
 
@@ -375,7 +375,7 @@ class FakeGpu:
             raise Refused(INVALID)
         self.log.append(("copy 2D", stream, to, to_pitch, of, of_pitch, width, height))
         rows = [self._row(to + row * to_pitch, of + row * of_pitch, width) for row in range(height)]
-        self._copy(stream, self.copy_ns("runs", height, width), rows)
+        self._copy(stream, self.copy_ns("spans", height, width), rows)
 
     def cuMemcpyBatchAsync(
         self, to: P, of: P, sizes: P, count: Z, attributes: P, starts: P, num: Z, failed: P, stream: P
@@ -417,13 +417,13 @@ class FakeGpu:
     def _kernel_row(self, arguments: Arguments, number: int) -> None:
         """All blocks of one row; what it reads of its tables, it reads now."""
         (row,) = self._table(arguments.rows + number * ROW.itemsize, ROW, 1)
-        runs = self._table(arguments.runs, np.dtype("3i4"), arguments.num_runs).tolist()
+        spans = self._table(arguments.spans, np.dtype("3i4"), arguments.num_spans).tolist()
         if any(int(row[name]) % int(row["unit"]) for name in ("device", "host", "dp", "hp", "bytes")):
             raise Refused(MISALIGNED)
         sides = [(int(row["device"]), int(row["dp"])), (int(row["host"]), int(row["hp"]))]
         sides = sides if arguments.to_device else sides[::-1]
-        ends = [*(first for _, _, first in runs[1:]), arguments.num_blocks]
-        for (source, target, first), end in zip(runs, ends, strict=True):
+        ends = [*(first for _, _, first in spans[1:]), arguments.num_blocks]
+        for (source, target, first), end in zip(spans, ends, strict=True):
             to, of = (
                 self._rows_of(place + slot * pitch, end - first, int(row["bytes"]), pitch)
                 for (place, pitch), slot in zip(sides, (target, source), strict=True)

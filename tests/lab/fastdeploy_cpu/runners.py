@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, BlockCopies, SwapStep
 from fastdeploy_kvcache_v1.contract.swap_message import encode
 from fastdeploy_kvcache_v1.errors import ModelError
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
@@ -93,8 +93,8 @@ def tokens(said):
     return [token for token in said if token >= 0]
 
 
-def with_swaps(task, number, *, evict=((), ()), swap_in=((), ()), previous=-1):
-    step = SwapStep.of(number, CacheSwapMetadata(*EVICT, *evict), CacheSwapMetadata(*SWAP_IN, *swap_in))
+def with_swaps(task, number, *, swap_out=((), ()), swap_in=((), ()), previous=-1):
+    step = SwapStep.of(number, BlockCopies(*SWAP_OUT, *swap_out), BlockCopies(*SWAP_IN, *swap_in))
     setattr(task, SWAP_ATTRIBUTE, encode(step, previous))
     return task
 
@@ -103,7 +103,7 @@ def back_up(runner):
     """Of PROMPT the two full blocks are in host slots 3 and 4 afterwards, and nowhere else."""
     for task in (
         prefill(0, "a", PROMPT, [0, 1, 2]),
-        with_swaps(other(ABORT, 0, "a"), 0, evict=((0, 1), (3, 4))),
+        with_swaps(other(ABORT, 0, "a"), 0, swap_out=((0, 1), (3, 4))),
         prefill(0, "b", [50] * 24, [0, 1, 2]),
         other(ABORT, 0, "b"),
     ):

@@ -108,7 +108,7 @@ def test_a_sequence_that_cannot_be_computed_is_given_up(make_runner):
 def test_a_lost_batch_ends_the_worker(make_runner):
     runner = make_runner()
     with pytest.raises(TransferError, match="a batch was lost"):
-        runner.insert_tasks([with_swaps(prefill(0, "a", PROMPT, range(5)), 4, evict=((9,), (0,)), previous=3)])
+        runner.insert_tasks([with_swaps(prefill(0, "a", PROMPT, range(5)), 4, swap_out=((9,), (0,)), previous=3)])
 
 
 def test_sleeping_computes_nothing_and_new_weights_are_read(make_runner, tmp_path, expected):
@@ -206,11 +206,11 @@ def test_blocks_go_to_the_host_and_back(make_group, expected, tmp_path, num_rank
 @pytest.mark.parametrize(
     ("num_ranks", "faults", "num_failed"),
     [
-        (1, '{"fail": {"input": "all"}}', [1]),
-        (1, '{"fail": {"output": "all"}}', [2]),
+        (1, '{"fail": {"swap_in": "all"}}', [1]),
+        (1, '{"fail": {"swap_out": "all"}}', [2]),
         (1, '{"max_delay_ms": 5}', [0]),
-        (2, '{"ranks": [0], "fail": {"input": [0]}}', [1, 0]),
-        (2, '{"ranks": [1], "fail": {"input": [0]}}', [0, 1]),
+        (2, '{"ranks": [0], "fail": {"swap_in": [0]}}', [1, 0]),
+        (2, '{"ranks": [1], "fail": {"swap_in": [0]}}', [0, 1]),
     ],
 )
 def test_a_failed_copy_costs_a_step_but_no_token(make_group, expected, num_ranks, faults, num_failed):
@@ -233,7 +233,7 @@ def test_ranks_agree_whether_there_is_anything_to_do(make_group, monkeypatch, op
     group = make_group()
     group.insert_tasks([prefill(0, "a", PROMPT, [0, 1, 2])])
     run(group, 1)
-    group.insert_tasks([with_swaps(other(ABORT, 0, "a"), 0, evict=((0, 1), (3, 4)))])
+    group.insert_tasks([with_swaps(other(ABORT, 0, "a"), 0, swap_out=((0, 1), (3, 4)))])
     run(group, 1)
     group.runners[1 - open_on]._controller.transfers.drain(30)
     run(group, 1)  # which reports the copy on the rank that has ended it
@@ -259,7 +259,7 @@ def test_what_was_not_computed_does_not_reach_the_host(make_runner):
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
     fail_next_pass(runner)
     assert run(runner, 1) == [FAILED]
-    runner.insert_tasks([with_swaps(prefill(0, "b", PROMPT[:4], [9]), 0, evict=((0, 8), (0, 1)))])
+    runner.insert_tasks([with_swaps(prefill(0, "b", PROMPT[:4], [9]), 0, swap_out=((0, 8), (0, 1)))])
     run(runner, 2)
     while runner.not_need_stop() and runner._steps.has_open_copies:
         runner.execute(1)

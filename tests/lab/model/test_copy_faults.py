@@ -20,31 +20,31 @@ def failed(faults: CopyFaults, stream: str, calls: int) -> list[int]:
 
 
 def test_the_named_calls_of_a_stream_fail_and_each_stream_counts_its_own():
-    faults = CopyFaults(fail={"input": [0, 2], "output": "all"})
-    assert failed(faults, "kv-input", 4) == [0, 2]
-    assert failed(faults, "kv-output", 2) == [0, 1]
+    faults = CopyFaults(fail={"swap_in": [0, 2], "swap_out": "all"})
+    assert failed(faults, "kv-swap_in", 4) == [0, 2]
+    assert failed(faults, "kv-swap_out", 2) == [0, 1]
     assert failed(faults, "compute", 3) == []
 
 
 def test_delays_are_those_of_the_stream(monkeypatch):
     slept = []
     monkeypatch.setattr(copy_faults.time, "sleep", slept.append)
-    faults = CopyFaults(delay_ms={"input": 20})
-    faults("kv-input")
-    faults("kv-output")
+    faults = CopyFaults(delay_ms={"swap_in": 20})
+    faults("kv-swap_in")
+    faults("kv-swap_out")
     assert slept == [0.02, 0.0]
     slept.clear()
     faults = CopyFaults(max_delay_ms=10)
     for _ in range(50):
-        faults("kv-input")
+        faults("kv-swap_in")
     assert all(0 <= seconds <= 0.01 for seconds in slept)
     assert len({*slept}) > 40
 
 
 @pytest.mark.parametrize(("rank", "fails"), [(0, False), (1, True)])
 def test_only_the_named_ranks_have_faults(rank, fails):
-    runtime = make_runtime('{"fail": {"input": "all"}, "ranks": [1]}', rank)
-    stream = runtime.new_stream("kv-input")
+    runtime = make_runtime('{"fail": {"swap_in": "all"}, "ranks": [1]}', rank)
+    stream = runtime.new_stream("kv-swap_in")
     stream.begin()
     stream.submit(lambda: None)
     event = stream.record_event()

@@ -7,7 +7,7 @@ import paddle  # noqa: F401  # at its import it asks the system for its librarie
 import pytest
 
 from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, BatchRequest, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, BatchRequest, BlockCopies, SwapStep
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.lab.model.copy_faults import make_runtime
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
@@ -73,11 +73,11 @@ def task(name, table, start=0, tokens=1, needs_logits=True):
 
 def swap_in(step, *slots):
     """Host slots to the device slots of the same numbers."""
-    return SwapStep(step, (CacheSwapMetadata(*SWAP_IN, slots, slots),))
+    return SwapStep(step, (BlockCopies(*SWAP_IN, slots, slots),))
 
 
-def evict(step, *slots):
-    return SwapStep(step, (CacheSwapMetadata(*EVICT, slots, slots),))
+def swap_out(step, *slots):
+    return SwapStep(step, (BlockCopies(*SWAP_OUT, slots, slots),))
 
 
 def outcome(worker, result):
@@ -100,23 +100,23 @@ STEPS = {
         *("", [task("a", [3, 4], start=4)], [swap_in(0, 3)]),
         *({"a": 5}, set(), [1], [1]),
     ),
-    "a batch without requests only copies": ("", [], [evict(0, 1, 2)], {}, set(), [2], []),
+    "a batch without requests only copies": ("", [], [swap_out(0, 1, 2)], {}, set(), [2], []),
     "a failed swap-in drops only the requests that read its targets": (
-        '{"fail": {"input": [1]}}',
+        '{"fail": {"swap_in": [1]}}',
         [task("reads", [3, 4], start=4), task("other", [5]), task("shares", [3, 6], start=4)],
         [swap_in(0, 3)],
         *({"other": 1}, {"reads", "shares"}, [(3,)], [3, 1]),
     ),
     "one that nobody reads drops nobody": (  # once more, without waiting for the copy
-        *('{"fail": {"input": [1]}}', [task("a", [4]), task("b", [5])], [swap_in(0, 3)]),
+        *('{"fail": {"swap_in": [1]}}', [task("a", [4]), task("b", [5])], [swap_in(0, 3)]),
         *({"a": 1, "b": 1}, set(), [(3,)], [2, 2]),
     ),
     "a failed backup disturbs nobody": (
-        *('{"fail": {"output": "all"}}', [task("a", [3, 4], start=4)], [evict(0, 3)]),
+        *('{"fail": {"swap_out": "all"}}', [task("a", [3, 4], start=4)], [swap_out(0, 3)]),
         *({"a": 5}, set(), [(3,)], [1]),
     ),
     "a slot that the second step took away may be written": (  # only slots of the last step are off limits
-        *("", [task("a", [3], tokens=4)], [swap_in(0, 3), evict(1, 3)]),
+        *("", [task("a", [3], tokens=4)], [swap_in(0, 3), swap_out(1, 3)]),
         *({"a": 4}, set(), [1, 1], [1]),
     ),
 }
@@ -161,7 +161,7 @@ def test_pass_that_fails_for_everybody_is_not_repeated(start, monkeypatch):
 
     monkeypatch.setattr(worker.controller.transfers, "before_compute", count_passes)
     try:
-        result = worker.runner.run(BatchRequest([task("writes", [3]), task("other", [5])], swap_steps=[evict(0, 3)]))
+        result = worker.runner.run(BatchRequest([task("writes", [3]), task("other", [5])], swap_steps=[swap_out(0, 3)]))
         assert (set(result.retry), result.tokens, result.errors) == ({"writes", "other"}, {}, {})
         assert passes == [([3, 5], [3, 5])]
     finally:
@@ -188,7 +188,7 @@ def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
 
 
 def test_slot_of_an_earlier_failed_swap_in_concerns_its_readers_until_it_is_written(start):
-    worker = start(make_runtime('{"fail": {"input": [0]}}'))
+    worker = start(make_runtime('{"fail": {"swap_in": [0]}}'))
     worker.runner.run(BatchRequest(swap_steps=[swap_in(0, 3)]))
     worker.controller.transfers.drain()
     result = worker.runner.run(BatchRequest([task("reads", [3, 4], start=4), task("other", [5])]))
@@ -219,9 +219,9 @@ def test_logits_that_are_not_finite_fail_only_their_request(start):
 
 def test_steps_out_of_order_are_a_bug_nobody_survives(start):
     worker = start()
-    worker.runner.run(BatchRequest(swap_steps=[evict(5, 1)]))
+    worker.runner.run(BatchRequest(swap_steps=[swap_out(5, 1)]))
     with pytest.raises(CacheStateError):
-        worker.runner.run(BatchRequest(swap_steps=[evict(5, 2)]))
+        worker.runner.run(BatchRequest(swap_steps=[swap_out(5, 2)]))
 
 
 @pytest.mark.parametrize("faults", ["{", "[1]", '{"max_delay": 3}'])

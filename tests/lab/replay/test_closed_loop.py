@@ -107,7 +107,10 @@ def test_every_block_holds_what_it_should_and_every_run_is_the_same(tmp_path, ou
         done.run(read_trace(sessions))
         assert len(done.request_seconds) == 240
         counters = done.manager.stats().counters
-        assert (done.num_evict_copies, done.num_swap_in_copies) == (counters.swap_out_blocks, counters.swap_in_blocks)
+        assert (done.num_swap_out_copies, done.num_swap_in_copies) == (
+            counters.swap_out_blocks,
+            counters.swap_in_blocks,
+        )
         assert counters.swap_out_blocks > 0
         runs.append((done.begun, done.ended, done.num_device_hit_tokens, done.num_host_hit_tokens, done.num_steps))
     assert runs[0] == runs[1]

@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.cli import main
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, SwapStep
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.lab.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.lab.replay.hashes import TraceHasher
@@ -35,7 +35,7 @@ def test_every_block_holds_what_it_should(synthetic_trace, policy, window, admis
     assert done.num_too_long < 10
     assert counters.device_evicted_blocks > 1_000
     assert counters.requests_finished == len(done.request_seconds)
-    assert (done.num_evict_copies, done.num_swap_in_copies) == (counters.swap_out_blocks, counters.swap_in_blocks)
+    assert (done.num_swap_out_copies, done.num_swap_in_copies) == (counters.swap_out_blocks, counters.swap_in_blocks)
     if num_host_blocks == 400:
         assert done.num_swap_in_copies > 100
     if window == 128:
@@ -101,7 +101,7 @@ def test_a_request_whose_output_is_cut_makes_room_in_the_same_step(tmp_path):
     assert (done.num_outputs_cut, done.num_no_space, done.num_steps) == (1, 2, 3), "the last one copies"
 
 
-@pytest.mark.parametrize("lost", [SWAP_IN, EVICT], ids=["swap_in", "evict"])
+@pytest.mark.parametrize("lost", [SWAP_IN, SWAP_OUT], ids=["swap_in", "evict"])
 def test_a_lost_copy_is_noticed(synthetic_trace, monkeypatch, lost):
     config = KVCacheConfig(150, 400, write_policy=WritePolicy.WRITE_BACK)
     replay = Replay(ReplayOptions(config, outputs=True, verify=True))

@@ -4,7 +4,7 @@ from hashlib import sha256
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, BlockCopies, SwapStep
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.lab.replay.shadow import ShadowDataPlane, ShadowRequest
 
@@ -19,8 +19,8 @@ def planned(request_id: str, table: list[int], hashes: list[bytes], first_writte
 
 def step(number, *, out=(), into=()):
     """`out` and `into`: targets by source, as dictionaries."""
-    both = (EVICT, dict(out)), (SWAP_IN, dict(into))
-    return SwapStep.of(number, *(CacheSwapMetadata(*kind, tuple(each), tuple(each.values())) for kind, each in both))
+    both = (SWAP_OUT, dict(out)), (SWAP_IN, dict(into))
+    return SwapStep.of(number, *(BlockCopies(*kind, tuple(each), tuple(each.values())) for kind, each in both))
 
 
 @pytest.fixture

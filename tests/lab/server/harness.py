@@ -14,7 +14,7 @@ import numpy as np
 import paddle  # noqa: F401  # at its import it asks the system for its libraries, which no test may
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.contract.messages import BatchRequest, CacheAccess, TransferReport
+from fastdeploy_kvcache_v1.contract.messages import BatchRequest, CacheAccess, WorkerReport
 from fastdeploy_kvcache_v1.lab.model.checksum import ChecksumModel
 from fastdeploy_kvcache_v1.lab.model.config import ChecksumConfig
 from fastdeploy_kvcache_v1.lab.model.ranks import ONE_RANK, Ranks
@@ -111,7 +111,7 @@ class WorkerThread:
         self.gate.set()
 
     def listen(
-        self, on_message: Callable[[int, StepResult | TransferReport], None], on_death: Callable[[str], None]
+        self, on_message: Callable[[int, StepResult | WorkerReport], None], on_death: Callable[[str], None]
     ) -> None:
         self._on_death = on_death
         self._thread = threading.Thread(target=self._run, args=(on_message,))
@@ -130,7 +130,7 @@ class WorkerThread:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, on_message: Callable[[int, StepResult | TransferReport], None]) -> None:
+    def _run(self, on_message: Callable[[int, StepResult | WorkerReport], None]) -> None:
         while (batch := self._inbox.get()) is not None:
             self.gate.wait()
             on_message(0, self.worker.run(batch))

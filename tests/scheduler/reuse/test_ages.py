@@ -27,9 +27,9 @@ def test_against_a_list_of_all_uses(seed: int) -> None:
     assert spans[0][0] == 0
     assert all(old == young for (_, old, _), (young, _, _) in pairwise(spans))
     for young, old, weights in spans:
-        for kind in (0, 1):
-            inside = sum(weight for time, each, weight in uses if each == kind and young < end - time <= old)
-            assert weights[kind] == inside
+        for use_class in (0, 1):
+            inside = sum(weight for time, each, weight in uses if each == use_class and young < end - time <= old)
+            assert weights[use_class] == inside
         assert old - young <= max(64, young / 4), "spans are short where ages are"
     total = sum(weight for _, _, weight in uses)
     for share in (0.1, 0.5, 0.9):

@@ -54,8 +54,8 @@ def test_against_a_record_of_every_request(seed: int) -> None:
             stretches = history.ended(blocks, len(blocks), before)
             known.update(blocks)
             for depth, block in enumerate(blocks, start=1):
-                _, kind = min(stretches, key=lambda stretch: (stretch[0] < depth, stretch[0]))
-                assert kind == CLASSES[min(found[block], MOST_USES)]
+                _, use_class = min(stretches, key=lambda stretch: (stretch[0] < depth, stretch[0]))
+                assert use_class == CLASSES[min(found[block], MOST_USES)]
         else:
             name, blocks = "", []
             for _ in range(dice.randint(1, 8)):
@@ -120,8 +120,8 @@ def test_a_new_run_is_cut_where_its_blocks_are_not_of_one_kind() -> None:
     run(cache, "12345678!")
     assert cached(cache, "abcd") == []
     run(cache, "abcdwxyz!")
-    kinds = {b"".join(block[-1:] for block in each.hashes): each.kind for each in cache._tree.runs()}
-    assert kinds == {b"abcd": 1, b"wxyz": 0}
+    use_classes = {b"".join(block[-1:] for block in each.hashes): each.use_class for each in cache._tree.runs()}
+    assert use_classes == {b"abcd": 1, b"wxyz": 0}
     cache.check_idle()
 
 

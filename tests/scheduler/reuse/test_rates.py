@@ -31,9 +31,9 @@ def test_an_octave_of_ages_has_two_classes_and_they_follow_each_other(young_bits
         assert found == NUM_AGES - 1 or age < begins[found + 1]
 
 
-def worth(rates: ReuseRates, kind: int, age: int) -> float:
+def worth(rates: ReuseRates, use_class: int, age: int) -> float:
     worths, _ = rates.learned(1.0)
-    return worths[kind][module.AGE_CLASSES[(age * age).bit_length()]]
+    return worths[use_class][module.AGE_CLASSES[(age * age).bit_length()]]
 
 
 def best_ratio(rates: list[float], age: int) -> float:
@@ -62,7 +62,7 @@ def taught(*lessons: tuple[int, int, float, float]) -> ReuseRates:
     rates = ReuseRates()
     for uses, age, used, exposed in lessons:
         rates.used_again(uses, age, int(used))
-        rates.exposed(age, [exposed if kind == CLASSES[uses] else 0 for kind in range(NUM_CLASSES)], 1)
+        rates.exposed(age, [exposed if use_class == CLASSES[uses] else 0 for use_class in range(NUM_CLASSES)], 1)
     return rates
 
 

@@ -1,16 +1,16 @@
 """What storage may not take for filled. When it touches a slot at all, the world and test_tier show."""
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, CacheSwapMetadata, SwapStep, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, BlockCopies, CopyResult, SwapStep, WorkerReport
 from fastdeploy_kvcache_v1.storage.engine.open_copies import OpenCopies
 
 
 def step(number, out):
     """Host slots that are filled."""
-    return SwapStep(number, (CacheSwapMetadata(*EVICT, tuple(range(len(out))), tuple(out)),))
+    return SwapStep(number, (BlockCopies(*SWAP_OUT, tuple(range(len(out))), tuple(out)),))
 
 
 def ended(through, *failed):
-    return TransferReport(tuple(TransferResult(each, *EVICT, 1, 1, 0.1, (0,), "ECC") for each in failed), 0.0, through)
+    return WorkerReport(tuple(CopyResult(each, *SWAP_OUT, 1, 1, 0.1, (0,), "ECC") for each in failed), 0.0, through)
 
 
 def test_what_failed_on_one_rank_is_not_filled():

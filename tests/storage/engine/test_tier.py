@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy_kvcache_v1.contract.messages import (
-    EVICT,
     SWAP_IN,
+    SWAP_OUT,
+    BlockCopies,
     CacheAccess,
-    CacheSwapMetadata,
+    CopyResult,
     SwapStep,
-    TransferReport,
-    TransferResult,
+    WorkerReport,
 )
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask
 from fastdeploy_kvcache_v1.storage.engine import stores
@@ -184,7 +184,7 @@ def test_a_load_waits_for_copies_that_use_its_slots():
     made.report(step, 1)
     (load,), (store,) = made.loads, made.stores
     assert load.path == "xyz"
-    assert set(load.slots) <= set(step.evict.target_slots)
+    assert set(load.slots) <= set(step.swap_out.target_slots)
     assert not set(store.slots) & set(load.slots), "what the load takes is not stored any more"
     assert made.tier.counters.skipped_store_blocks == 3
 
@@ -521,7 +521,7 @@ def test_what_is_filled_again_while_it_waits_is_not_stored_under_its_old_name():
     made = host(host=256)
     filling = made.compute(LONG[:71])
     made.report(filling)
-    again = CacheSwapMetadata(*EVICT, (0,), filling.evict.target_slots[-1:])
+    again = BlockCopies(*SWAP_OUT, (0,), filling.swap_out.target_slots[-1:])
     made.tier.step_taken(SwapStep(filling.step + 1, (again,)))
     for store in made.stores:
         made.stored(store)
@@ -545,8 +545,8 @@ def test_what_a_copy_did_not_bring_is_not_stored(what):
     step = made.compute(LONG[:5])
     if what in ("failed", "elsewhere"):
         slots = (0,) if what == "failed" else (63,)
-        result = TransferResult(step.step, *SWAP_IN, 1, 0, 0.0, slots, "injected")
-        made.tier.copies_reported(0, TransferReport((result,)))
+        result = CopyResult(step.step, *SWAP_IN, 1, 0, 0.0, slots, "injected")
+        made.tier.copies_reported(0, WorkerReport((result,)))
     elif what == "doubted":
         made.tier.copies_doubted(step.step)
     else:

@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.worker.cuda import driver
 from fastdeploy_kvcache_v1.worker.cuda import runtime as cuda_runtime
 from fastdeploy_kvcache_v1.worker.cuda.rates import Rates, Timing
 from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
-from fastdeploy_kvcache_v1.worker.ops import plan_runs
+from fastdeploy_kvcache_v1.worker.ops import plan_spans
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.ops.copies import Memory, on_device, only
 
@@ -27,7 +27,7 @@ EVERY_WAY = Rates(
     {
         "kernel": [[Timing(16, 20, 20)]] * 2,
         "batch": [[Timing(16, 30, 10)]] * 2,
-        "runs": [[Timing(16, 90, 5)]] * 2,
+        "spans": [[Timing(16, 90, 5)]] * 2,
     },
     reach=1 << 40,
 )
@@ -50,12 +50,12 @@ class Copying:
     def submit(self, of, to, *, to_device, layers=None):
         """All layers at once, or those named, one by one."""
         stream, num = self.streams[to_device], len(self.memory.tiers.host)
-        runs = plan_runs(of, to, num_sources=num, num_targets=num)
+        spans = plan_spans(of, to, num_sources=num, num_targets=num)
         stream.begin()
         if layers is None:
-            stream.submit(partial(self.copies.all_layers, stream, runs, to_device=to_device))
+            stream.submit(partial(self.copies.all_layers, stream, spans, to_device=to_device))
         for layer in layers or ():
-            stream.submit(partial(self.copies.layer, stream, layer, runs, to_device=to_device))
+            stream.submit(partial(self.copies.layer, stream, layer, spans, to_device=to_device))
         for layer in range(len(self.tiers.device)) if layers is None else layers:
             for device, host in zip(self.tiers.device[layer], self.tiers.host_roles[layer], strict=True):
                 (target, source) = (device, host) if to_device else (host, device)
@@ -98,7 +98,7 @@ def test_a_plan_is_uploaded_once_for_all_its_layers(gpu):
         one.require_right()
 
 
-@pytest.mark.parametrize("way", ["kernel", "batch", "runs"])
+@pytest.mark.parametrize("way", ["kernel", "batch", "spans"])
 def test_steps_that_nobody_waits_for_do_not_meet(gpu, way):
     """Both directions, step behind step: each has its plan, and what an upload reads is there until it has read it."""
     gpu.progress_on_query = False
@@ -175,8 +175,10 @@ def test_a_tier_beyond_what_was_tried_goes_by_plain_copies(gpu):
 
 
 def test_plain_copies_that_failed_their_trial_take_the_place_of_none(gpu):
-    rates = Rates({"kernel": EVERY_WAY.timings["kernel"]}, {"runs": "its trial ended with status 1"}, reach=20)
-    with pytest.raises(ConfigError, match=r"^nothing copies .*runs: its trial ended .*kernel: tiers of \d+ bytes were"):
+    rates = Rates({"kernel": EVERY_WAY.timings["kernel"]}, {"spans": "its trial ended with status 1"}, reach=20)
+    with pytest.raises(
+        ConfigError, match=r"^nothing copies .*spans: its trial ended .*kernel: tiers of \d+ bytes were"
+    ):
         Copying(gpu, rates)
     with closing(Copying(gpu, Rates(rates.timings, rates.left, reach=1 << 40))) as one:
         one.submit([0, 2], [0, 3], to_device=True, layers=[0])

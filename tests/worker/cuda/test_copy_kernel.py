@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, plan_spans
 from tests.worker.ops.copies import Memory
 from tests.worker.ops.native import CUSTOM_OPS, build, compiler
 from tests.worker.ops.ptx import GpuMemory, Kernel, WrongAccess
@@ -87,17 +87,17 @@ class Case:
         pairs = zip(chain(*self.memory.device_rows), chain(*self.memory.host_rows), strict=True)
         return np.array([(d.address, h.address, d.pitch, h.pitch, d.row_bytes, unit_of(d, h)) for d, h in pairs], ROW)
 
-    def runs(self) -> np.ndarray:
+    def spans(self) -> np.ndarray:
         sources, targets = (self.host, self.device) if self.to_device else (self.device, self.host)
-        table = plan_runs(sources.tolist(), targets.tolist(), num_sources=24, num_targets=24).table
+        table = plan_spans(sources.tolist(), targets.tolist(), num_sources=24, num_targets=24).table
         firsts = np.cumsum(table[:, 2]) - table[:, 2]
         return np.array(list(zip(table[:, 0], table[:, 1], firsts, strict=True)), RUN)
 
     def copy(self, launch: Launch, rows: np.ndarray | None = None) -> None:
-        rows, runs = self.rows() if rows is None else rows, self.runs()
-        numbers = (self.first_row, self.end_row, len(runs), len(self.device), self.to_device)
-        parameters = COPY.pack(rows.ctypes.data, runs.ctypes.data, *numbers)
-        launch(parameters, GpuMemory([rows, runs], [self.memory.bytes]))
+        rows, spans = self.rows() if rows is None else rows, self.spans()
+        numbers = (self.first_row, self.end_row, len(spans), len(self.device), self.to_device)
+        parameters = COPY.pack(rows.ctypes.data, spans.ctypes.data, *numbers)
+        launch(parameters, GpuMemory([rows, spans], [self.memory.bytes]))
 
 
 def as_ptx(case: Case, kernel: Kernel, widths: set[int]) -> Launch:

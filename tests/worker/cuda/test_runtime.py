@@ -23,7 +23,7 @@ from fastdeploy_kvcache_v1.worker.runtime.placement import cpus_near
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.gpu.tensor import Tensor
 from tests.worker.ops.copies import only
-from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
+from tests.worker.worker_fakes import NumpyBackend, Rig, swap_in, swap_out
 
 
 class GpuBackend(NumpyBackend):
@@ -51,7 +51,7 @@ def test_calls_of_one_step(gpu, rig):
     """Evict slot 0 to host 2, swap host 2 into device 1: the input stream waits on the device for the output stream."""
     gpu.progress_on_query = False
     gpu.log.clear()
-    counter = rig.submit(evict((0,), (2,)), swap_in((2,), (1,)))
+    counter = rig.submit(swap_out((0,), (2,)), swap_in((2,), (1,)))
     rig.controller.transfers.before_compute([1], [], counter=counter)
     for layer in range(2):
         counter.wait_for_layer(layer)
@@ -80,7 +80,7 @@ def test_calls_of_one_step(gpu, rig):
 
 def test_a_gpu_says_which_ways_of_copying_it_has(rig, monkeypatch):
     monkeypatch.setattr(cuda_runtime.trial, "known", Rates)
-    assert rig.runtime.copy_paths() == (CopyPath("in", "runs"), CopyPath("out", "runs"))
+    assert rig.runtime.copy_paths() == (CopyPath("in", "spans"), CopyPath("out", "spans"))
     monkeypatch.setenv("FASTDEPLOY_KVCACHE_OPS", "paddle")
     assert rig.runtime.copy_paths() == (CopyPath("in", "paddle"), CopyPath("out", "paddle"))
     rig.close()
@@ -103,7 +103,7 @@ def test_an_event_is_recorded_again_when_nobody_can_ask_for_it_any_more(gpu, rig
 
 def test_an_error_the_gpu_reports_later_fails_the_transfer(gpu, rig):
     gpu.progress_on_query = False
-    rig.submit(evict((0,), (0,)))
+    rig.submit(swap_out((0,), (0,)))
     gpu.statuses["cuEventQuery"] = 700
     (result,) = rig.controller.transfers.take_results()
     assert "CUDA error 700" in str(result.error)
@@ -131,7 +131,7 @@ def refuse(gpu, number, names, *, breaks=False):
 def begun(rig):
     """Device slot N holds 10 + N, host slot 4 what device slot 5 has, and both copy streams are there."""
     rig.fill()
-    rig.submit(evict((5,), (4,)), swap_in((4,), (3,)))
+    rig.submit(swap_out((5,), (4,)), swap_in((4,), (3,)))
     rig.controller.transfers.drain()
     rig.controller.transfers.take_results()
     return rig
@@ -143,7 +143,7 @@ def test_what_the_driver_does_not_queue_is_waited_for_and_nothing_is_lost(gpu, b
     """Two slots are evicted, one of them is filled again by the same step, the pass behind it writes the other one."""
     transfers = begun.controller.transfers
     refuse(gpu, number, [name])
-    counter = begun.submit(evict((0, 2), (1, 2)), swap_in((2, 4), (0, 1)))
+    counter = begun.submit(swap_out((0, 2), (1, 2)), swap_in((2, 4), (0, 1)))
     transfers.before_compute([0, 1], [2], counter=counter)
     for layer in range(2):
         counter.wait_for_layer(layer)
@@ -159,7 +159,7 @@ def test_what_the_driver_does_not_queue_is_waited_for_and_nothing_is_lost(gpu, b
 def test_a_gpu_that_breaks_within_a_step_leaves_no_copy_unknown(gpu, begun, number):
     transfers = begun.controller.transfers
     refuse(gpu, number, QUEUED, breaks=True)
-    counter = begun.submit(evict((0,), (2,)), swap_in((2,), (1,)))
+    counter = begun.submit(swap_out((0,), (2,)), swap_in((2,), (1,)))
     assert gpu.broken
     assert transfers.num_unreported == 2
     with pytest.raises(TransferError):
@@ -184,7 +184,7 @@ def test_what_a_rank_makes_on_a_gpu_it_makes_on_its_own(gpu, monkeypatch):
     rig = Rig(CudaRuntime(1, compute_handle=COMPUTE, rates=only("kernel")), backend=GpuBackend(gpu))
     transfers = rig.controller.transfers
     for _ in range(3):
-        counter = strayed(rig.submit, evict((0,), (2,)), swap_in((2,), (1,)))
+        counter = strayed(rig.submit, swap_out((0,), (2,)), swap_in((2,), (1,)))
         strayed(transfers.before_compute, [1], [], counter=counter)
         strayed(transfers.after_compute, [1], [])
         gpu.run_all()
@@ -239,7 +239,7 @@ def test_what_a_peer_did_not_bring_is_not_read(gpu, rig):
     rig.controller.transfers.device_hazards.after(Actor.REMOTE, lost, writes=(3,))
     with pytest.raises(TransferError, match="the link is gone"):
         rig.controller.transfers.before_compute([3], [])
-    rig.submit(evict((3,), (0,)))
+    rig.submit(swap_out((3,), (0,)))
     gpu.run_all()
     (result,) = rig.controller.transfers.take_results()
     assert "the link is gone" in str(result.error)

@@ -23,14 +23,14 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker.cuda import trial, trial_process
-from fastdeploy_kvcache_v1.worker.cuda.rates import BATCH, KERNEL, RUNS, WAYS, Rates
+from fastdeploy_kvcache_v1.worker.cuda.rates import BATCH, KERNEL, SPANS, WAYS, Rates
 from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime, use_device
 from fastdeploy_kvcache_v1.worker.cuda.trial import CHOICE
 from fastdeploy_kvcache_v1.worker.ops import copies
 from tests.gpu.in_process import STAND_IN
 
 KB = 1 << 10
-CALLS = {KERNEL: "cuLaunchKernelEx", BATCH: "cuMemcpyBatchAsync", RUNS: "cuMemcpy2DAsync"}
+CALLS = {KERNEL: "cuLaunchKernelEx", BATCH: "cuMemcpyBatchAsync", SPANS: "cuMemcpy2DAsync"}
 
 
 @pytest.fixture(autouse=True)
@@ -129,10 +129,10 @@ def test_a_way_that_fails_is_not_used_and_the_others_are(trials, way, fault):
         else:
             breaks = fault == "breaks the context"
             setattr(trials.gpu, CALLS[way], lambda *_: breaks and trials.gpu.fault(700, "an illegal address"))
-        if (way, fault) == (RUNS, "copies nothing"):
+        if (way, fault) == (SPANS, "copies nothing"):
             with pytest.raises(ConfigError, match=r"^plain copies .* \(\d+ bytes were others.*\): this machine is"):
                 trials.rates()
-            assert trial.known().ways == (RUNS,)
+            assert trial.known().ways == (SPANS,)
             return
     rates = trials.rates()
     assert rates.ways == tuple(each for each in WAYS if each != way)
@@ -179,7 +179,7 @@ def test_where_nothing_can_be_tried_plain_copies_are_used_with_one_warning(trial
         trials.said = dict.fromkeys(WAYS, (None, "rows of (512,) bytes\n"))
     with caplog.at_level(logging.WARNING):
         rates = trials.rates()
-    assert (rates.ways, rates.reach, dict(rates.timings)) == ((RUNS,), 0, {})
+    assert (rates.ways, rates.reach, dict(rates.timings)) == ((SPANS,), 0, {})
     assert list(rates.left) == [KERNEL, BATCH]
     (line,) = caplog.messages
     assert all(f"{way}: " in line for way in WAYS)
@@ -266,13 +266,13 @@ def mixes_the_directions_up(gpu):
 @pytest.mark.parametrize(
     ("way", "fault", "said"),
     [
-        (RUNS, rows_that(lambda offset, nbytes: (offset, nbytes // 4 * 4 if nbytes % 4 else nbytes)), "(7, 100)"),
-        (RUNS, rows_that(lambda offset, nbytes: (offset, nbytes // 32 * 32 if nbytes > 4096 else nbytes)), "(4112,)"),
-        (RUNS, rows_that(lambda offset, nbytes: (offset, min(nbytes, 128 * KB))), "(262144,)"),
+        (SPANS, rows_that(lambda offset, nbytes: (offset, nbytes // 4 * 4 if nbytes % 4 else nbytes)), "(7, 100)"),
+        (SPANS, rows_that(lambda offset, nbytes: (offset, nbytes // 32 * 32 if nbytes > 4096 else nbytes)), "(4112,)"),
+        (SPANS, rows_that(lambda offset, nbytes: (offset, min(nbytes, 128 * KB))), "(262144,)"),
         (BATCH, rows_that(lambda offset, nbytes: (offset % (1 << 32), nbytes)), "(65536,) bytes, 1 in a run"),
         (KERNEL, forgets_a_layer, "(4096, 2048)"),
         (BATCH, loses_the_end_of_a_batch, "(512,) bytes, 1 in a run"),
-        (RUNS, mixes_the_directions_up, "(512,) bytes, 1 in a run"),
+        (SPANS, mixes_the_directions_up, "(512,) bytes, 1 in a run"),
     ],
 )
 def test_a_trial_notices(gpu, way, fault, said):
@@ -286,13 +286,13 @@ def test_a_trial_notices(gpu, way, fault, said):
 
 def test_copies_are_tried_beside_a_busy_stream_in_both_directions(trials, monkeypatch):
     """At once: nothing is found out between them."""
-    plan = trial_process.plan_runs
+    plan = trial_process.plan_spans
 
     def plan_before_work(*given, **sizes):
         assert not any(stream.queue for stream in trials.gpu._streams.values())
         return plan(*given, **sizes)
 
-    monkeypatch.setattr(trial_process, "plan_runs", plan_before_work)
+    monkeypatch.setattr(trial_process, "plan_spans", plan_before_work)
     assert not trials.rates().left
     streams = {entry[1] for entry in trials.gpu.log if entry[0] == "copy 2D"}
     busy = {entry[1] for entry in trials.gpu.log if entry[:2] != ("copy", 0) and entry[4:] == (1 << 20,)}
@@ -308,16 +308,16 @@ def test_copies_are_tried_beside_a_busy_stream_in_both_directions(trials, monkey
     [
         ("", WAYS),
         ("kernel", (KERNEL,)),
-        (" -batch , -kernel", (RUNS,)),
-        ("-runs", (KERNEL, BATCH)),
-        ("-runs,-batch,-kernel", ()),
+        (" -batch , -kernel", (SPANS,)),
+        ("-spans", (KERNEL, BATCH)),
+        ("-spans,-batch,-kernel", ()),
     ],
 )
 def test_the_variable_says_what_is_tried(trials, monkeypatch, text, tried):
     monkeypatch.setenv(CHOICE, text)
     rates = trials.rates()
     assert tuple(trials.asked) == tried
-    assert rates.ways == (tried or (RUNS,))
+    assert rates.ways == (tried or (SPANS,))
     assert {*rates.left.values()} <= {f"{CHOICE} says so"}
     assert {*rates.ways, *rates.left} == {*WAYS}
 
@@ -333,8 +333,8 @@ def test_what_was_left_out_once_is_tried_when_it_is_wanted(trials, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kernle", "kernle must be one of kernel, batch, runs, or those to leave out, as -batch,-kernel"),
-        ("kernel,runs", "must be one of"),
+        ("kernle", "kernle must be one of kernel, batch, spans, or those to leave out, as -batch,-kernel"),
+        ("kernel,spans", "must be one of"),
         ("-kernle", "must be one of"),
     ],
 )
@@ -350,7 +350,7 @@ def test_a_wrong_name_is_one_line(trials, monkeypatch, text, said):
 def test_a_gpu_for_one_process_alone_starts_nothing(trials, caplog, mode):
     trials.gpu.compute_mode = mode
     rates = trials.rates()
-    assert (trials.asked, rates.ways) == ([], (RUNS,))
+    assert (trials.asked, rates.ways) == ([], (SPANS,))
     assert "compute mode" in rates.left[KERNEL]
     assert [record.levelname for record in caplog.records if "plain ones" in record.message] == ["WARNING"]
 
@@ -359,7 +359,7 @@ def test_a_gpu_for_one_process_alone_starts_nothing(trials, caplog, mode):
 def test_batches_of_a_doubtful_driver_are_tried_only_where_they_are_forced(trials, machine, monkeypatch, release):
     machine.release.write_text(release)
     rates = trials.rates()
-    assert trials.asked == [KERNEL, RUNS]
+    assert trials.asked == [KERNEL, SPANS]
     assert (release or "unknown") in rates.left[BATCH]
     monkeypatch.setenv(CHOICE, BATCH)
     assert trials.rates().ways == (BATCH,)
@@ -434,8 +434,8 @@ def test_what_may_be_otherwise_another_time_is_not_kept(trials, said, is_kept):
 def test_nothing_is_kept_of_a_driver_without_a_name(trials, machine):
     machine.release.unlink()
     trials.rates()
-    assert trials.rates().ways == (KERNEL, RUNS)
-    assert trials.asked == [KERNEL, RUNS]
+    assert trials.rates().ways == (KERNEL, SPANS)
+    assert trials.asked == [KERNEL, SPANS]
 
 
 @pytest.mark.parametrize("what", ["a file is in the way", "no home"])
@@ -503,11 +503,11 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
         rates = trials.rates([row_bytes])
         for blocks in (256, 2048):
             for length in (1, 2, 3, 5, 8, 16):
-                runs = -(-blocks // length)
+                spans = -(-blocks // length)
                 costs = {way: made_up(way, blocks, row_bytes) for way in (KERNEL, BATCH)}
-                costs[RUNS] = runs * made_up(RUNS, blocks / runs, row_bytes)
+                costs[SPANS] = spans * made_up(SPANS, blocks / spans, row_bytes)
                 for to_device in (True, False):
-                    way = rates.fastest([row_bytes], blocks, runs, to_device=to_device, among=WAYS)
+                    way = rates.fastest([row_bytes], blocks, spans, to_device=to_device, among=WAYS)
                     assert costs[way] <= 1.1 * min(costs.values()), (row_bytes, blocks, length, costs)
                     taken.add(way)
     assert taken == {*WAYS}
@@ -552,14 +552,14 @@ def child(monkeypatch, tmp_path):
 )
 def test_a_process_that_dies_is_an_answer(child, code, said):
     child(code)
-    assert said in trial._ask(RUNS, 0, [8 * KB]).left
+    assert said in trial._ask(SPANS, 0, [8 * KB]).left
 
 
 @pytest.mark.process
 def test_a_process_that_hangs_is_killed(child, monkeypatch):
     child("import time; time.sleep(10000)")
     monkeypatch.setattr(trial, "LIMIT_S", 2.0)
-    assert trial.run_child(RUNS, 0, []) == (None, "")
+    assert trial.run_child(SPANS, 0, []) == (None, "")
 
 
 @pytest.mark.process

@@ -13,7 +13,7 @@ import numpy as np
 from fastdeploy_kvcache_v1.worker.cuda.copies import MOST_BATCHED
 from fastdeploy_kvcache_v1.worker.cuda.rates import Rates, Timing
 from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopySpans, LayerRows
 from fastdeploy_kvcache_v1.worker.ops.copies import Copies, CpuCopies
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, Runtime
 from tests.gpu.stand_in.fake_driver import COMPUTE
@@ -84,22 +84,22 @@ def rows_of(array: np.ndarray) -> BlockRows:
     return BlockRows(array.ctypes.data, array.shape[0], array.shape[1], array.strides[0], owner=array)
 
 
-Copy = Callable[[Memory, CopyRuns, bool], None]
+Copy = Callable[[Memory, CopySpans, bool], None]
 """Copies all layers, to the device or from it; in one call, or layer by layer where it goes to the device."""
 
 
-def _carry_out(runtime: Runtime, copies: Copies, memory: Memory, runs: CopyRuns, to_device: bool) -> None:
+def _carry_out(runtime: Runtime, copies: Copies, memory: Memory, spans: CopySpans, to_device: bool) -> None:
     with closing(copies), closing(runtime.new_stream("test")) as stream:
         if to_device:
             for layer in range(len(memory.tiers.device)):
-                stream.submit(partial(copies.layer, stream, layer, runs, to_device=True))
+                stream.submit(partial(copies.layer, stream, layer, spans, to_device=True))
         else:
-            stream.submit(partial(copies.all_layers, stream, runs, to_device=False))
+            stream.submit(partial(copies.all_layers, stream, spans, to_device=False))
         stream.record_event().wait()
 
 
-def on_cpu(memory: Memory, runs: CopyRuns, to_device: bool) -> None:
-    _carry_out(CpuRuntime(), CpuCopies(memory.device_rows, memory.host_rows), memory, runs, to_device)
+def on_cpu(memory: Memory, spans: CopySpans, to_device: bool) -> None:
+    _carry_out(CpuRuntime(), CpuCopies(memory.device_rows, memory.host_rows), memory, spans, to_device)
 
 
 def only(way: str) -> Rates:
@@ -114,19 +114,19 @@ def on_device(gpu: Any, layers: Sequence[LayerRows], memory: np.ndarray) -> list
 
 
 def by(gpu: Any, way: str) -> Copy:
-    def copy(memory: Memory, runs: CopyRuns, to_device: bool) -> None:
+    def copy(memory: Memory, spans: CopySpans, to_device: bool) -> None:
         runtime = CudaRuntime(compute_handle=COMPUTE, rates=only(way))
         gpu.call("cuMemHostRegister", memory.bytes.ctypes.data, memory.bytes.nbytes, 3)
         copies = runtime.new_copies(on_device(gpu, memory.device_rows, memory.bytes), memory.host_rows)
         assert copies.left == {}
-        _carry_out(runtime, copies, memory, runs, to_device)
+        _carry_out(runtime, copies, memory, spans, to_device)
         gpu.call("cuMemHostUnregister", memory.bytes.ctypes.data)
         assert gpu.faults == []
         assert all(entry[2] <= MOST_BATCHED for entry in gpu.log if entry[0] == "batch")
-        assert not len(runs) or any(entry[0] == NAMES[way] for entry in gpu.log)
+        assert not len(spans) or any(entry[0] == NAMES[way] for entry in gpu.log)
 
     return copy
 
 
-NAMES = {"kernel": "kernel", "batch": "batch", "runs": "copy 2D"}
+NAMES = {"kernel": "kernel", "batch": "batch", "spans": "copy 2D"}
 """In the fake driver's log."""

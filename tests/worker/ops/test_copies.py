@@ -14,14 +14,14 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
 from fastdeploy_kvcache_v1.worker.ops import copies as module
-from fastdeploy_kvcache_v1.worker.ops import plan_runs
+from fastdeploy_kvcache_v1.worker.ops import plan_spans
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies, cpu_paths
 from fastdeploy_kvcache_v1.worker.ops.paddle_ops import PaddleCopies
 from tests.gpu.stand_in.fake_driver import COMPUTE
 from tests.worker.ops.copies import Memory, by, on_cpu
 
 
-@pytest.fixture(params=["numpy", "c", "kernel", "batch", "runs"])
+@pytest.fixture(params=["numpy", "c", "kernel", "batch", "spans"])
 def copy(request, monkeypatch):
     if request.param == "numpy":
         monkeypatch.setattr(module, "library", lambda: None)
@@ -48,7 +48,7 @@ def copy_and_compare(copy, memory, device, host, *, to_device):
             on_host[host] = on_device[device]
     sides = [(host, len(tiers.host)), (device, len(memory.tiers.device[0][0]))]
     (of, num_sources), (to, num_targets) = sides if to_device else sides[::-1]
-    copy(memory, plan_runs(of, to, num_sources=num_sources, num_targets=num_targets), to_device)
+    copy(memory, plan_spans(of, to, num_sources=num_sources, num_targets=num_targets), to_device)
     assert np.flatnonzero(memory.bytes != expected).tolist() == []
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastdeploy_kvcache_v1.contract.swap_message import SlotArray
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, plan_runs, tensor_rows
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, plan_spans, tensor_rows
 from tests.worker.ops.copies import rows_of
 
 NUM_SLOTS = 12
@@ -24,14 +24,14 @@ SLOT = st.integers(0, NUM_SLOTS - 1)
 @given(st.lists(st.tuples(SLOT, SLOT), unique_by=lambda copy: copy[1], max_size=NUM_SLOTS))
 def test_runs_are_the_same_copies(copies):
     sources, targets = [source for source, _ in copies], [target for _, target in copies]
-    runs = plan_runs(sources, targets, num_sources=NUM_SLOTS, num_targets=NUM_SLOTS)
-    pairs = [(source + i, target + i) for source, target, blocks in runs for i in range(blocks)]
+    spans = plan_spans(sources, targets, num_sources=NUM_SLOTS, num_targets=NUM_SLOTS)
+    pairs = [(source + i, target + i) for source, target, blocks in spans for i in range(blocks)]
     assert sorted(pairs) == sorted(copies)
-    assert runs.sources.tolist() == [source for source, _ in pairs]
-    assert runs.targets.tolist() == [target for _, target in pairs]
+    assert spans.sources.tolist() == [source for source, _ in pairs]
+    assert spans.targets.tolist() == [target for _, target in pairs]
     packed = SlotArray.of(sources), SlotArray.of(targets)
-    assert plan_runs(*packed, num_sources=NUM_SLOTS, num_targets=NUM_SLOTS).table.tolist() == runs.table.tolist()
-    for (source, target, blocks), (*after, _) in itertools.pairwise(runs):
+    assert plan_spans(*packed, num_sources=NUM_SLOTS, num_targets=NUM_SLOTS).table.tolist() == spans.table.tolist()
+    for (source, target, blocks), (*after, _) in itertools.pairwise(spans):
         assert [source + blocks, target + blocks] != after
 
 
@@ -51,14 +51,14 @@ def test_bad_slots_are_refused(sources, targets, message, kind):
     if kind is not tuple and 0.5 in sources:
         pytest.skip("it holds integers only")
     with pytest.raises(CacheStateError, match=message):
-        plan_runs(kind(sources), kind(targets), num_sources=8, num_targets=9)
+        plan_spans(kind(sources), kind(targets), num_sources=8, num_targets=9)
 
 
 def test_a_plan_does_not_grow_with_the_tiers():
     """A byte for each slot of this one would be 4 GiB."""
     far = (1 << 32) - 3
-    runs = plan_runs([5, 9, 4], [far + 1, 0, far], num_sources=1 << 20, num_targets=1 << 32)
-    assert list(runs) == [[4, far, 2], [9, 0, 1]]
+    spans = plan_spans([5, 9, 4], [far + 1, 0, far], num_sources=1 << 20, num_targets=1 << 32)
+    assert list(spans) == [[4, far, 2], [9, 0, 1]]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, paddle_ops, plan_runs, tensor_rows
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, paddle_ops, plan_spans, tensor_rows
 from fastdeploy_kvcache_v1.worker.ops.copies import CHOICE, cpu_paths
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.gpu.stand_in.fake_driver import COMPUTE
@@ -163,7 +163,7 @@ def test_the_workers_copies_reach_each_row_of_the_pool_when_it_is_told_to_copy_s
     device = tensors_of(memory)
     on_device, on_host = [6, 0, 3, 4], [7, 1, 2, 3]
     sources, targets = (on_host, on_device) if to_device else (on_device, on_host)
-    runs = plan_runs(sources, targets, num_sources=8, num_targets=8)
+    spans = plan_spans(sources, targets, num_sources=8, num_targets=8)
     after = memory.bytes.copy()
     tiers, layers = memory.tiers_in(after), range(3) if only_layer is None else [only_layer]
     for role, row in [
@@ -179,7 +179,7 @@ def test_the_workers_copies_reach_each_row_of_the_pool_when_it_is_told_to_copy_s
     with closing(CpuRuntime().new_stream("test")) as stream:
         copies = CpuRuntime().new_copies(device, memory.host_rows)
         copy = copies.all_layers if only_layer is None else partial(copies.layer, layer=only_layer)
-        stream.submit(partial(copy, stream=stream, runs=runs, to_device=to_device))
+        stream.submit(partial(copy, stream=stream, spans=spans, to_device=to_device))
         stream.record_event().wait()
     for rows, array in zip(chain(*device), chain(*memory.tiers.device), strict=True):
         array[:] = rows.array
@@ -227,8 +227,8 @@ def test_on_a_gpu_the_operator_runs_on_the_stream_that_is_given(monkeypatch):
     monkeypatch.setattr(paddle.device, "get_stream_from_external", lambda handle, place: (handle, place))
     monkeypatch.setattr(paddle.device, "stream_guard", guard)
     monkeypatch.setattr(paddle_ops, "run", lambda operator, cache, *rest: seen.append((operator, *current, *rest)))
-    runs = plan_runs([0, 2], [1, 3], num_sources=4, num_targets=4)
-    paddle_ops.PaddleCopies(ON_GPU, ON_HOST).all_layers(SimpleNamespace(handle=0x5500), runs, to_device=True)
+    spans = plan_spans([0, 2], [1, 3], num_sources=4, num_targets=4)
+    paddle_ops.PaddleCopies(ON_GPU, ON_HOST).all_layers(SimpleNamespace(handle=0x5500), spans, to_device=True)
     assert seen == [("swap_cache_per_layer_async", (0x5500, "gpu 3"), 4096, 4, [1, 3], [0, 2], 0, TO_DEVICE)]
     assert current == []
 

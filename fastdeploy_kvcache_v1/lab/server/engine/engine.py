@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from ....contract.messages import TransferReport
+from ....contract.messages import WorkerReport
 from ....storage.engine.link import Answer as StorageAnswer
 from ....transfer.rank_messages import TransferNews
 from ...model.step import StepResult
@@ -108,7 +108,7 @@ class Engine:
                 self._post(lambda: self._core.on_step_result(message, rank))
             case TransferNews():
                 self._post(lambda: self._core.on_transfer_news(message, rank))
-            case TransferReport():
+            case WorkerReport():
                 self._post(lambda: self._core.on_report(message, rank))
 
     def on_prefill_answer(self, request_id: str, answer: PrefillAnswer | str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from ....contract.messages import BatchRequest, CacheLevel, PrefillTime, RankCopies, TransferReport
+from ....contract.messages import BatchRequest, CacheLevel, PrefillTime, RankCopies, WorkerReport
 from ....scheduler.cache_manager import CacheManager
 from ....scheduler.costs import PrefillCosts
 from ....storage.engine.link import Answer
@@ -276,7 +276,7 @@ class EngineCore:
         chunks = [(start, start + count) for start, count in prompts]
         self.prefill_costs.computed(PrefillTime.of(chunks, seconds))
 
-    def on_report(self, report: TransferReport, rank: int = 0) -> None:
+    def on_report(self, report: WorkerReport, rank: int = 0) -> None:
         """Take the outcome of a rank's copies that ended between two steps."""
         self._retry(self._take_transfers(rank, report))
 
@@ -316,7 +316,7 @@ class EngineCore:
         stored = None if self.storage is None else self.storage.seconds_to_next_deadline()
         return min((each for each in (stored, self.peers.seconds_to_deadline()) if each is not None), default=None)
 
-    def _take_transfers(self, rank: int, report: TransferReport) -> dict[str, str]:
+    def _take_transfers(self, rank: int, report: WorkerReport) -> dict[str, str]:
         """Reasons by id of the running requests that lost blocks to a failed copy."""
         self.counters.copies[rank] = report.copies or self.counters.copies[rank]
         affected: dict[str, str] = {}

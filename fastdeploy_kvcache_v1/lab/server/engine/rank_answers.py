@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from ....contract.messages import CopyKind, TransferReport, TransferResult
+from ....contract.messages import CopyKind, CopyResult, WorkerReport
 from ....errors import InvariantError, RanksDisagreeError
 from ...model.step import StepResult
 
@@ -24,7 +24,7 @@ class _OpenCopy:
     """A copy that some ranks have reported."""
 
     ranks: set[int] = field(default_factory=set)
-    slowest: TransferResult | None = None
+    slowest: CopyResult | None = None
     has_failed: bool = False
     """And that was told."""
 
@@ -38,7 +38,7 @@ class RankAnswers:
         self._results: tuple[deque[StepResult], ...] = tuple(deque() for _ in range(num_ranks))
         self._ended_through = [-1] * num_ranks
 
-    def take_report(self, rank: int, report: TransferReport) -> TransferReport:
+    def take_report(self, rank: int, report: WorkerReport) -> WorkerReport:
         """What became certain with this report: copies that ended on all ranks, and those that failed on a first one.
 
         A failure is told at once, and once: the copy may still run on other ranks, whose hazard tables know it.
@@ -64,7 +64,7 @@ class RankAnswers:
             merged,
             retry={name: reason for each in answers for name, reason in each.retry.items()},
             errors={name: reason for each in answers for name, reason in each.errors.items()},
-            report=TransferReport(exposed_wait_s=max(each.report.exposed_wait_s for each in answers)),
+            report=WorkerReport(exposed_wait_s=max(each.report.exposed_wait_s for each in answers)),
         )
 
     def check(self) -> None:
@@ -77,7 +77,7 @@ class RankAnswers:
         if all(self._results):
             raise InvariantError("every rank has answered a step that was not taken")
 
-    def _take(self, rank: int, result: TransferResult) -> TransferResult | None:
+    def _take(self, rank: int, result: CopyResult) -> CopyResult | None:
         kind = (result.source, result.target)
         name = (result.step, kind)
         copy = self._open.setdefault(name, _OpenCopy())

@@ -1,7 +1,7 @@
 """What crosses between the engine process and a worker process, over one pipe. Plain picklable data.
 
 Engine to worker: a `WorkerLaunch`, then one `BatchRequest` per step, or `None` to stop. Worker to engine: `WorkerReady`
-or the `KVCacheError` why it does not start, then one `StepResult` per batch, `TransferReport`s for copies that end
+or the `KVCacheError` why it does not start, then one `StepResult` per batch, `WorkerReport`s for copies that end
 between two steps, and with a role `TransferNews` of leases and fetches that ended.
 """
 

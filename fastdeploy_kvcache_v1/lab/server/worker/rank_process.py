@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ....contract.messages import BatchRequest, TransferReport
+from ....contract.messages import BatchRequest, WorkerReport
 from ....errors import KVCacheError, WorkerDiedError
 from ....transfer.rank_messages import TransferNews
 from ...model.step import StepResult
@@ -25,7 +25,7 @@ from .messages import WorkerLaunch, WorkerReady
 
 __all__ = ["POLL_S", "STOP_TIMEOUT_S", "Answer", "RankProcess"]
 
-Answer = StepResult | TransferReport | TransferNews
+Answer = StepResult | WorkerReport | TransferNews
 
 logger = logging.getLogger(__name__)
 

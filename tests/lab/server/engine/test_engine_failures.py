@@ -1,8 +1,8 @@
 """The engine core when copies or computations fail: no wrong token, nothing counted as cached that was computed."""
 
 from fastdeploy_kvcache_v1.config import WritePolicy
-from fastdeploy_kvcache_v1.contract.messages import RankCopies, TransferResult
-from fastdeploy_kvcache_v1.lab.model.step import StepResult, TransferReport
+from fastdeploy_kvcache_v1.contract.messages import CopyResult, RankCopies
+from fastdeploy_kvcache_v1.lab.model.step import StepResult, WorkerReport
 from fastdeploy_kvcache_v1.lab.server.engine.engine_core import MAX_COPY_FAILURES
 from fastdeploy_kvcache_v1.lab.server.engine.generation import Failure
 from tests.lab.server.harness import Harness, expected_outputs, small
@@ -38,7 +38,7 @@ def test_failed_computation_ends_only_its_request():
 def test_a_client_is_not_told_that_a_failed_swap_in_was_cached():
     harness = Harness(
         small(num_device_blocks=8, write_policy=WritePolicy.WRITE_THROUGH),
-        fails="kv-input",
+        fails="kv-swap_in",
     )
     prompt = list(range(18))
     for name, first in (("first", 0), ("others", 100), ("more", 200)):  # the others push it off the device
@@ -86,9 +86,9 @@ def failed_swap_in(batch):
     """The report of a batch's swap-in that did not arrive."""
     (step,) = batch.swap_steps
     copy = step.swap_in
-    return TransferReport(
+    return WorkerReport(
         (
-            TransferResult(
+            CopyResult(
                 step.step, copy.source, copy.target, len(copy), 0, 0.0, target_slots=copy.target_slots, error="injected"
             ),
         )
@@ -121,7 +121,7 @@ def test_requests_lose_a_step_to_what_the_worker_says_and_to_what_the_report_say
 def test_what_a_worker_counts_is_known_from_its_last_report():
     """Also between two steps."""
     harness, counted = Harness(small()), RankCopies(exposed_wait_s=0.5)
-    for report in (TransferReport((), 0.5, copies=counted), TransferReport()):
+    for report in (WorkerReport((), 0.5, copies=counted), WorkerReport()):
         harness.core.on_report(report)
     assert harness.core.counters.copies == [counted]
 
@@ -139,7 +139,7 @@ def test_failure_told_twice_preempts_once():
 
 
 def test_failed_backup_is_forgotten_and_counted():
-    harness = Harness(small(write_policy=WritePolicy.WRITE_THROUGH), fails="kv-output")
+    harness = Harness(small(write_policy=WritePolicy.WRITE_THROUGH), fails="kv-swap_out")
     recorder = harness.submit("a", range(9), 6)
     harness.run()
     assert recorder.tokens == expected_outputs(range(9), 6)

@@ -76,7 +76,7 @@ def test_drafts_are_as_good_after_a_swap_in(family):
 
 
 class Link:
-    """A rank's copies: `fails` says to which stream's, "input" or "output", something happens."""
+    """A rank's copies: `fails` says to which stream's, "swap_in" or "swap_out", something happens."""
 
     fails = "nothing"
 
@@ -111,7 +111,7 @@ def loaded(engine):
 def test_a_swap_in_that_fails_on_one_rank_has_failed_on_all(links, family, mtp, failing):
     engine, expected = cached_on_the_host(links, family, mtp=mtp)
     before = loaded(engine)[1]
-    links[failing].fails = "input"
+    links[failing].fails = "swap_in"
     recorder = engine.submit("again", PROMPT, 10, SamplingParams(temperature=0.0))
     results = engine.results()
     assert [list(result.retry) for result in results] == [["again"], ["again"]], "both ranks say so, in the same step"

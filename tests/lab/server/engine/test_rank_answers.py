@@ -4,18 +4,18 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import EVICT, SWAP_IN, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, CopyResult, WorkerReport
 from fastdeploy_kvcache_v1.errors import InvariantError, RanksDisagreeError
 from fastdeploy_kvcache_v1.lab.model.step import StepResult
 from fastdeploy_kvcache_v1.lab.server.engine.rank_answers import RankAnswers
 
 
 def copy(step, kind=SWAP_IN, *, error=None, seconds=1.0):
-    return TransferResult(step, *kind, 2, 0 if error else 200, seconds, (4, 5) if error else (), error)
+    return CopyResult(step, *kind, 2, 0 if error else 200, seconds, (4, 5) if error else (), error)
 
 
 def report(*copies, through=-1, waited=0.0):
-    return TransferReport(copies, waited, through)
+    return WorkerReport(copies, waited, through)
 
 
 def test_a_copy_has_succeeded_when_the_last_rank_says_so():
@@ -52,9 +52,9 @@ def test_a_copy_that_fails_on_two_ranks_has_failed_once():
 
 def test_the_two_copies_of_a_step_are_told_apart():
     answers = RankAnswers(2)
-    answers.take_report(0, report(copy(3, EVICT), copy(3, SWAP_IN), through=3))
-    merged = answers.take_report(1, report(copy(3, SWAP_IN, error="torn"), copy(3, EVICT), through=3))
-    assert [(each.target, each.ok) for each in merged.transfers] == [(SWAP_IN[1], False), (EVICT[1], True)]
+    answers.take_report(0, report(copy(3, SWAP_OUT), copy(3, SWAP_IN), through=3))
+    merged = answers.take_report(1, report(copy(3, SWAP_IN, error="torn"), copy(3, SWAP_OUT), through=3))
+    assert [(each.target, each.ok) for each in merged.transfers] == [(SWAP_IN[1], False), (SWAP_OUT[1], True)]
 
 
 def test_a_step_ends_with_the_answer_of_the_last_rank():

@@ -3,7 +3,7 @@
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.contract.messages import TransferReport
+from fastdeploy_kvcache_v1.contract.messages import WorkerReport
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
 from fastdeploy_kvcache_v1.lab.model.ranks import ONE_RANK
 from fastdeploy_kvcache_v1.lab.server.settings import ServerConfig
@@ -21,7 +21,7 @@ class Idle:
         self.waits = []
 
     def take_report(self):
-        return TransferReport()
+        return WorkerReport()
 
     def poll(self, timeout):
         self.waits.append(timeout)
@@ -38,7 +38,7 @@ def test_ended_copies_are_waited_for_until_they_are_reported():
 
     def take_report():
         idle.has_open_copies = next(reports)
-        return TransferReport()
+        return WorkerReport()
 
     idle.take_report = take_report
     _loop(idle, idle)

@@ -1,4 +1,4 @@
-"""Doubles: what is on the device as well leaves the host first, where the host tier is short."""
+"""HostDuplicates: what is on the device as well leaves the host first, where the host tier is short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ saves by giving that up is paid with many.
 """
 
 
-class Doubles(RunQueue):
+class HostDuplicates(RunQueue):
     """Host copies that leave before all others, the youngest first. A run that came back to the device, or was used
     there, will stay there for a while: its host copy is a *double*. One that was made because its run is about to leave
     the device is none.
@@ -39,14 +39,14 @@ class Doubles(RunQueue):
         its own or, if it was a double, in none.
         """
         if host.run.on_device and self.are_wanted:
-            host.is_double = True
+            host.is_duplicate = True
             self.touch(host)
             return True
-        if host.is_double:
+        if host.is_duplicate:
             self.drop(host)
         return False
 
     def drop(self, host: HostCopy) -> None:
         """A double is none any more, and in no queue."""
-        host.is_double = False
+        host.is_duplicate = False
         host.leave_queue()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.policies import doubles
-from fastdeploy_kvcache_v1.scheduler.policies.doubles import SHORT_HOST
+from fastdeploy_kvcache_v1.scheduler.policies import host_duplicates
+from fastdeploy_kvcache_v1.scheduler.policies.host_duplicates import SHORT_HOST
 from fastdeploy_kvcache_v1.scheduler.reuse import judge
 
 from .scenario import manager, play, play_law, run
@@ -78,7 +78,7 @@ def test_both_tiers_together_hold_what_one_of_their_size_would(
 ) -> None:
     """64 and 64 blocks for 116."""
     assert hit_rate_in_turns(manager(64, 64, policy, eviction_policy=eviction)) == 1.0
-    monkeypatch.setattr(doubles, "SHORT_HOST", 0)
+    monkeypatch.setattr(host_duplicates, "SHORT_HOST", 0)
     monkeypatch.setattr(judge, "SHORTEST", 1 << 30)  # recency rules: of turns, what is learned drops the same blocks
     assert hit_rate_in_turns(manager(64, 64, policy, eviction_policy=eviction)) < 0.7
 
@@ -87,6 +87,6 @@ def test_both_parts_of_a_double_that_is_cut_are_doubles() -> None:
     scene = play("run abcd; run 123456; run abcd; copied abcd yyyy", 6, 12)
     for text in ("ab5", "a6"):
         scene.start(text)
-        found = [each for each in scene.cache._tree.runs() if each.host is not None and each.host.is_double]
+        found = [each for each in scene.cache._tree.runs() if each.host is not None and each.host.is_duplicate]
         assert sum(each.length for each in found) == 4
         scene.cache.check()

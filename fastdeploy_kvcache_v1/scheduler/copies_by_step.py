@@ -1,4 +1,4 @@
-"""ToldCopies: where the blocks are now that took part in copies of which the worker has been told lately."""
+"""CopiesByStep: where the blocks are now that took part in copies of which the worker has been told lately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REMEMBERED_STEPS = 256
 """A copy that fails later than this many steps with copies after it was told is searched for in the whole cache."""
 
 
-class ToldCopy:
+class CopiedRun:
     """Blocks of a run that had an open copy when a step was taken.
 
     They keep their place in their cells when runs are cut and joined, or cells that were moved say where to. Whatever
@@ -69,20 +69,20 @@ class ToldCopy:
         return [(cells[WIDTH * place], cells[WIDTH * place + HOST]) for place in sorted(places)]
 
 
-class ToldCopies:
+class CopiesByStep:
     """By step number."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, Sequence[ToldCopy]] = {}
+        self._steps: dict[int, Sequence[CopiedRun]] = {}
         self._last_dropped = -1
 
     def remember(self, step: int, runs: Iterable[Run]) -> None:
         """`runs`, at least one, have an open copy, and `step` is taken."""
-        self._steps[step] = [ToldCopy(run) for run in runs]
+        self._steps[step] = [CopiedRun(run) for run in runs]
         if len(self._steps) > REMEMBERED_STEPS:
             self._last_dropped = next(iter(self._steps))
             del self._steps[self._last_dropped]
 
-    def of(self, step: int) -> Sequence[ToldCopy] | None:
+    def of(self, step: int) -> Sequence[CopiedRun] | None:
         """Copies of `step`; None when that was too long ago."""
         return self._steps.get(step, None if step <= self._last_dropped else ())
