@@ -1,9 +1,9 @@
 // The copy kernel: rows of cache blocks between device tensors and page-locked, block-major host memory. Bytes only.
 //
-// `rows` says where each role of each layer keeps its blocks on either side; it is uploaded once. `spans` is the plan of
-// one copy, uploaded once however many layers use it. A launch copies the rows [first_row, end_row) of all its blocks.
-// Rows are cut into pieces that a warp has in flight at once. Accesses leave the caches to the model: nothing is
-// allocated in L1, and what passes through L2 leaves it first.
+// `rows` says where each role of each layer keeps its blocks on either side; it is uploaded once. `spans` is the plan
+// of one copy, uploaded once however many layers use it. A launch copies the rows [first_row, end_row) of all its
+// blocks. Rows are cut into pieces that a warp has in flight at once. Accesses leave the caches to the model: nothing
+// is allocated in L1, and what passes through L2 leaves it first.
 //
 // Its PTX travels with the package (`custom_ops/build.py ptx` renews it), Paddle's operators (paddle_ops.cu) launch it
 // from here, and as plain C++ it runs on a CPU, for tests.
