@@ -1,4 +1,4 @@
-"""Tables of the docs, made from tables of the package: `scripts/docs-tables` writes them between their marks."""
+"""What is generated in the docs: tables between marks, made from those of the package, and a picture of the rooms."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_rel
 from fastdeploy_kvcache_v1.fastdeploy_integration.refusals import FOREIGN, OF_ROLES, REFUSALS
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
 from fastdeploy_kvcache_v1.lab.server.settings import FLAGS
+from tests.telemetry.metrics_page import metrics
+
+from .house import PICTURE, drawn
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = "./scripts/docs-tables"
@@ -78,6 +81,7 @@ PAGES_OF_FLAGS = {
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "releases": ("fastdeploy.md", releases),
     "refusals": ("fastdeploy.md", refusals),
+    "metrics": ("metrics.md", metrics),
     **{f"flags of {group}": (page, partial(flags, group)) for group, page in PAGES_OF_FLAGS.items()},
 }
 """By the name in the marks: the page, and the lines."""
@@ -101,12 +105,11 @@ def pages() -> list[str]:
 
 
 def main() -> int:
-    for page in pages():
-        path = DOCS / page
-        old = path.read_text(encoding="utf-8")
-        if (new := written(page, old)) != old:
+    for path in [*(DOCS / page for page in pages()), PICTURE]:
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        if (new := drawn() if path == PICTURE else written(path.name, old)) != old:
             path.write_text(new, encoding="utf-8")
-            print(f"{page}: written anew")
+            print(f"{path.name}: written anew")
     return 0
 
 

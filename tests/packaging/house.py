@@ -1,4 +1,4 @@
-"""The rooms of the package and which imports from which, measured in the sources: `scripts/house` draws them."""
+"""The rooms of the package and which imports from which, measured in the sources, and a picture of both."""
 
 from __future__ import annotations
 
@@ -158,8 +158,3 @@ def _room(room: str, box: Box) -> str:
         f'<rect{kind} x="{box.left:.0f}" y="{box.top}" width="{box.width:.0f}" height="{ROOM_HEIGHT}"/>'
         f'<text class="name" x="{box.middle:.0f}" y="{box.top + 24}" text-anchor="middle">{room}/</text>{words}'
     )
-
-
-if __name__ == "__main__":
-    PICTURE.write_text(drawn(), encoding="utf-8")
-    print(" over ".join(", ".join(floor) for floor in floors(rooms())[::-1]))

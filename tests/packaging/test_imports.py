@@ -125,7 +125,7 @@ def test_production_imports_nothing_of_the_lab():
 
 
 def test_the_picture_of_the_rooms_is_todays():
-    assert PICTURE.read_text(encoding="utf-8") == drawn(), "draw it again: scripts/house"
+    assert PICTURE.read_text(encoding="utf-8") == drawn(), "draw it again: ./scripts/docs-tables"
 
 
 def modules_after(statement: str) -> set[str]:

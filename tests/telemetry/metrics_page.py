@@ -1,14 +1,12 @@
-"""The tables of docs/metrics.md, made from the fields: `python -m tests.telemetry.metrics_page` writes them anew."""
+"""The tables of docs/metrics.md, made from the fields of their sources."""
 
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import fastdeploy_kvcache_v1
 from fastdeploy_kvcache_v1.telemetry.metrics import SOURCES, Kind, Metric, Source
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "metrics.md"
-BEGIN, END = "<!-- metrics: begin -->", "<!-- metrics: end -->"
 SERVERS = ("both servers", "FastDeploy", "embedded server")
 
 
@@ -22,7 +20,7 @@ def sources() -> list[Source]:
     return sorted(ours, key=lambda each: (SERVERS.index(each.servers), each.title))
 
 
-def table(source: Source) -> str:
+def table(source: Source) -> list[str]:
     lines = ["| name | kind | meaning |", "|---|---|---|"]
     families: dict[str, list[Metric]] = {}
     for each in (*source.numbers, *source.histograms):
@@ -36,22 +34,10 @@ def table(source: Source) -> str:
         full = name + ("_total" if first.kind is Kind.COUNTER else "")
         braces = f"{{{','.join(labels)}}}".replace("|", "\\|") if labels else ""
         lines.append(f"| `{full}{braces}` | {first.kind.value} | {first.help} |")
-    return "\n".join(lines)
+    return lines
 
 
-def generated() -> str:
-    return "\n\n".join(f"### {each.title.capitalize()}, {each.servers}\n\n{table(each)}" for each in sources())
-
-
-def parts() -> tuple[str, str, str]:
-    """The page before, between and after the markers."""
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
-    between, end, after = rest.partition(f"\n{END}")
-    assert begin
-    assert end
-    return before + begin, between, end + after
-
-
-if __name__ == "__main__":
-    before, _, after = parts()
-    PAGE.write_text(before + generated() + after, encoding="utf-8")
+def metrics() -> Iterator[str]:
+    for each in sources():
+        yield from ("", f"### {each.title.capitalize()}, {each.servers}", "", *table(each))
+    yield ""
