@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import ConfigError
@@ -98,6 +98,12 @@ class KVCacheConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+    @classmethod
+    def of_flags(cls, values: Any, **given: Any) -> KVCacheConfig:
+        """The fields `given`, and others whose names `values` has as attributes, unless they are None there."""
+        others = {each.name: getattr(values, each.name, None) for each in fields(cls) if each.name not in given}
+        return cls(**{name: value for name, value in others.items() if value is not None}, **given)
 
     @property
     def device_order(self) -> str:

@@ -72,13 +72,11 @@ class EnginePrefixCache(PrefixCacheAdapter):
         if self._storage_settings is not None:
             _check_storage(self._storage_settings)
         super().__init__(
-            KVCacheConfig(
+            KVCacheConfig.of_flags(
+                cache,
                 num_device_blocks=int(cache.total_block_num),
                 num_host_blocks=int(cache.num_cpu_blocks),
                 block_size=int(cache.block_size),
-                write_policy=cache.write_policy,
-                write_through_threshold=cache.write_through_threshold,
-                eviction_policy=cache.eviction_policy,
                 enable_prefix_caching=bool(cache.enable_prefix_caching),
                 max_queued_events=KVCacheConfig.max_queued_events if follows_events else 0,
             ),

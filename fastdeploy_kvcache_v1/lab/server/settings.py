@@ -206,14 +206,11 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: in
             f"needs {device_bytes / GIB:.2f} GiB "
             f"but only {free_bytes / GIB:.2f} GiB of memory is free: lower --num-gpu-blocks-override or --block-size"
         )
-    return KVCacheConfig(
+    return KVCacheConfig.of_flags(
+        values,
         num_device_blocks=num_device_blocks,
         num_host_blocks=_host_bytes(values, share, free_bytes - device_bytes) // block_bytes,
-        block_size=values.block_size,
         write_policy=policy,
-        write_through_threshold=values.write_through_threshold or KVCacheConfig.write_through_threshold,
-        eviction_policy=values.eviction_policy,
-        enable_prefix_caching=values.enable_prefix_caching,
         max_queued_events=0,  # until an outside index listens
     )
 
