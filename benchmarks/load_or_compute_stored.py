@@ -18,8 +18,7 @@ from _support import MODEL, ROOT, median, random_tokens, save
 from server import metrics, send, settled_metrics
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.lab.server.client import Answer
-from fastdeploy_kvcache_v1.lab.server.process import running_server
+from fastdeploy_kvcache_v1.lab.server.client import Answer, running_server
 
 LENGTHS = (256, 512, 1_024, 2_048)
 RATES_MB_S = (1e6, 40.0, 20.0, 10.0, 5.0)

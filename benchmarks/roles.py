@@ -20,8 +20,7 @@ from typing import Any
 
 from _support import MODEL, median, random_tokens, save
 
-from fastdeploy_kvcache_v1.lab.server.client import Answer, complete
-from fastdeploy_kvcache_v1.lab.server.process import free_port, running_server
+from fastdeploy_kvcache_v1.lab.server.client import Answer, complete, free_port, running_server
 
 PROMPT_TOKENS = 2_000
 NUM_PROMPTS = 8

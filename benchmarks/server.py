@@ -15,8 +15,7 @@ from typing import Any
 
 from _support import MODEL, median, percentile, random_tokens, save
 
-from fastdeploy_kvcache_v1.lab.server.client import Answer, complete
-from fastdeploy_kvcache_v1.lab.server.process import running_server
+from fastdeploy_kvcache_v1.lab.server.client import Answer, complete, running_server
 from fastdeploy_kvcache_v1.telemetry.metrics import PREFIX
 
 PROMPT_TOKENS = 2_000

@@ -19,8 +19,7 @@ from _support import MODEL, ROOT, median, random_tokens, save
 from server import metrics, send, settled_metrics
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.lab.server.client import Answer
-from fastdeploy_kvcache_v1.lab.server.process import running_server
+from fastdeploy_kvcache_v1.lab.server.client import Answer, running_server
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings

@@ -1,4 +1,4 @@
-"""One frozen, validated settings object for the scheduler half.
+"""One frozen, validated settings object for the scheduler half, and where a user's files stay.
 
 Defaults of these settings stand here only: both servers, `replay` and the benchmarks take them from here, the flags
 among them by `contract/flags.py`. FastDeploy's block size is FastDeploy's own.
@@ -7,13 +7,15 @@ among them by `contract/flags.py`. FastDeploy's block size is FastDeploy's own.
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, ModelFetchError
 
-__all__ = ["KVCacheConfig", "WritePolicy", "one_of"]
+__all__ = ["KVCacheConfig", "WritePolicy", "cache_directory", "one_of"]
 
 
 def one_of(name: str, choices: Iterable[str], given: Any) -> Any:
@@ -114,3 +116,21 @@ class KVCacheConfig:
     def host_order(self) -> str:
         """Name of the policy by which blocks leave the host."""
         return self.host_eviction or self.eviction_policy
+
+
+CACHE_VARIABLE = "FASTDEPLOY_KVCACHE_CACHE"
+"""Names the cache directory; without it, `fastdeploy-kvcache` in the user's own."""
+
+
+def cache_directory() -> Path:
+    """Absolute; need not exist yet. Raises `ModelFetchError` for a user without home directory."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).absolute()
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "fastdeploy-kvcache"
+    except RuntimeError:
+        raise ModelFetchError(
+            f"this user has no home directory: set {CACHE_VARIABLE} to a directory for models"
+        ) from None

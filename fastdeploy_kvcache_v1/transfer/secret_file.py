@@ -7,8 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from ..config import cache_directory
 from ..errors import ConfigError, ModelFetchError
-from ..worker.cache_directory import cache_directory
 from .settings import require_secret
 
 __all__ = ["read_secret"]

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fastdeploy_kvcache_v1.lab.model.random_directory import write_random_directory
+from fastdeploy_kvcache_v1.lab.model.directory import write_random_directory
 
 
 class Model(NamedTuple):

@@ -7,7 +7,7 @@ from functools import partial
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.lab.model.random_directory import write_seed
+from fastdeploy_kvcache_v1.lab.model.directory import write_seed
 from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE
 
 from . import cpu_server

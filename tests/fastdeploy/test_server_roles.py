@@ -8,7 +8,7 @@ from itertools import pairwise
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.lab.model.random_directory import write_seed
+from fastdeploy_kvcache_v1.lab.model.directory import write_seed
 from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until

@@ -16,7 +16,7 @@ from openai import OpenAIError
 
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import leftovers
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.supervisor import UNHEALTHY_S
-from fastdeploy_kvcache_v1.lab.model.random_directory import write_random_directory
+from fastdeploy_kvcache_v1.lab.model.directory import write_random_directory
 from tests.storage.attention_store.stand_in import environment as sdk
 from tests.storage.attention_store.stand_in import set_faults
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.lab.model.random_directory import write_seed
+from fastdeploy_kvcache_v1.lab.model.directory import write_seed
 
 from .cpu_server import ask, started, wait_until
 from .models import OTHER_WEIGHTS, PLAIN

@@ -17,8 +17,7 @@ from ...worker.runtime import Runtime
 from ...worker.slot_set import NO_SLOTS, SlotSet
 from ..swap_space import compare
 from ..transport import SwapInbox, take_running
-from .pass_tracker import PassTracker
-from .prefill_timer import PrefillTimer
+from .passes import PassTracker, PrefillTimer
 from .running_tables import RunningTables
 from .storage import RankStorage
 

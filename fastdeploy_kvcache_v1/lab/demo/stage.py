@@ -17,9 +17,8 @@ from rich.text import Text
 
 from ... import __version__
 from ...errors import ConfigError
-from ..server.client import Answer
+from ..server.client import Answer, running_server
 from ..server.command import embedded_model, fastdeploy_cpu_model
-from ..server.process import running_server
 from ..server.text import load_tokenizer
 from . import scene
 from .scene import COMPUTED, HOST, LARGE, SMALL, Played, Results, Setup

@@ -16,7 +16,7 @@ from ...errors import ConfigError, ModelError
 from ...fastdeploy_integration.disaggregation.ranks import RankRole, RankShape
 from ...fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
 from ...fastdeploy_integration.transport import SwapInbox
-from ...fastdeploy_integration.worker.pass_tracker import PassTracker
+from ...fastdeploy_integration.worker.passes import PassTracker
 from ...fastdeploy_integration.worker.storage import RankStorage
 from ...worker.cache_controller import CacheController
 from ...worker.hazards import Actor

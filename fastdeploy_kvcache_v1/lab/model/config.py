@@ -12,10 +12,10 @@ from ...attention.base import AttentionCacheBackend
 from ...attention.layouts import CacheGeometry, make_cache_backend, needed_numbers
 from ...config import one_of
 from ...errors import ConfigError, ModelError
-from .hf_json import converted, read_json
+from .directory import converted, read_json
 
 BYTE_VOCAB_SIZE = 264
-"""256 bytes and the eight special tokens of `random_directory.py`."""
+"""256 bytes and the eight special tokens of `directory.py`."""
 
 BLOCK_WISE_FP8 = "block_wise_fp8"
 """A cache dtype: fp8 values with a float32 scale for each token and head."""
@@ -240,5 +240,5 @@ def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool
     given = read_json(source)
     if not given.get("checksum_model"):
         return converted(given, LlamaConfig, source)
-    # Of a directory that `random_directory` wrote; with `kv_lora_rank` its cache is that of latent attention.
+    # Of a directory that `write_random_directory` made; with `kv_lora_rank` its cache is that of latent attention.
     return replace(converted(given, ChecksumConfig, source), family="mla" if "kv_lora_rank" in given else "gqa")

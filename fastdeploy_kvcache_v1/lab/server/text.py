@@ -12,8 +12,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
 from ...errors import ConfigError, ModelError
-from ..model.hf_json import converted, read_json
-from ..model.random_directory import RANDOM_DIRECTORY
+from ..model.directory import RANDOM_DIRECTORY, converted, read_json
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it says at import that there is no torch
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from ...config import cache_directory
 from ...errors import ConfigError, ModelFetchError
-from ..cache_directory import cache_directory
 from ..ops.copies import CHOICE as OPS
 from .copies import PTX
 from .driver import load_cupy, uuid_of

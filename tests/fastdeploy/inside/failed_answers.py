@@ -27,7 +27,7 @@ from fastdeploy.entrypoints.openai.serving_completion import OpenAIServingComple
 from fastdeploy.entrypoints.openai.utils import DealerConnectionManager
 from fastdeploy.input.text_processor import DataProcessor
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
-from fastdeploy_kvcache_v1.lab.model.random_directory import write_random_directory
+from fastdeploy_kvcache_v1.lab.model.directory import write_random_directory
 
 PROMPT = list(range(40, 50))
 END = 1

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.contract.messages import PassProgress
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.pass_tracker import EVERY_S, IDLE_EVERY_S, PassTracker
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.prefill_timer import PrefillTimer
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.passes import EVERY_S, IDLE_EVERY_S, PassTracker, PrefillTimer
 from tests.lab.fastdeploy_cpu.host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
 from tests.world.streams import Clock, VirtualDevice, VirtualStream
 

