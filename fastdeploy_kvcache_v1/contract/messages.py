@@ -185,7 +185,7 @@ SWAP_IN: CopyKind = (CacheLevel.HOST, CacheLevel.DEVICE)
 COPY_ORDER: tuple[CopyKind, ...] = (SWAP_OUT, SWAP_IN)
 """The order in which one step runs its copies; the step computes after all of them.
 
-A swap-in may fill a device slot that an eviction of the same step reads, and compute reads what swap-ins fill. A new
+A swap-in may fill a device slot that a swap-out of the same step reads, and compute reads what swap-ins fill. A new
 kind of copy is one entry here and one copy path in the worker.
 """
 
@@ -276,7 +276,7 @@ def _rank(transfer: BlockCopies) -> int:
 class BatchRequest:
     """Run `swap_steps`, one after another, do what `transfers` say, then compute `requests`. Not thread-safe.
 
-    Swap steps stay separate, in step order: merging the copies of two steps would let a later step's eviction read a
+    Swap steps stay separate, in step order: merging the copies of two steps would let a later step's swap-out read a
     slot before the earlier step's swap-in filled it.
     """
 

@@ -59,9 +59,8 @@ class RadixTree:
         self._undo_splits(leaf)
 
     def mark(self, leaf: Run, end: int, stretches: Sequence[Stretch], now: int) -> None:
-        """The path to the pinned `leaf`, of `end` blocks, is used until `now`; `stretches` say of what kind its blocks
-        are, the deepest first. New runs are cut where they are not of one kind; of older ones all blocks were used
-        alike.
+        """Record that the path to the pinned `leaf` (`end` blocks) was last used at `now`. `stretches` gives the use class
+        of its blocks, deepest first. New runs are cut where the class changes; in older runs all blocks were used alike.
         """
         run, index, stretches = leaf, 0, (*stretches, NONE_ABOVE)
         while (parent := run.parent) is not None:

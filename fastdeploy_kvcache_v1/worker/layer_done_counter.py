@@ -31,7 +31,7 @@ class LayerDoneCounter:
         self.num_layers = num_layers
         self.target_slots = target_slots
         """Device slots that the swap-in fills."""
-        self.evictions: Sequence[Sequence[Event]] = ()
+        self.swap_outs: Sequence[Sequence[Event]] = ()
         """What reads slots that the pass writes: it writes a layer after these have read it."""
         self._swap_in = tuple(swap_in)
         self._compute = compute_stream
@@ -49,7 +49,7 @@ class LayerDoneCounter:
         if not 0 <= layer < self.num_layers:
             raise CacheStateError(f"layer {layer} is not in [0, {self.num_layers})")
         limit = self._timeout_s if timeout is None else timeout
-        for layer_events in self.evictions:
+        for layer_events in self.swap_outs:
             self._compute.wait_event(layer_events[layer], timeout=limit)
         if self._swap_in:
             self._wait_for_swap_in(layer, limit)

@@ -112,8 +112,8 @@ class CacheTransferManager:
 
     def submit(self, step: SwapStep, *, overwritten: SlotSet | None = None) -> LayerDoneCounter | None:
         """Start the copies of `step`, in its order where their slots meet. `overwritten`: device slots that are written
-        soon after. An eviction of one of them, or of one that the step's swap-in fills, goes layer by layer then, and
-        the write can follow it so. With None evictions take the fastest way.
+        soon after. A swap-out of one of them, or of one that the step's swap-in fills, goes layer by layer then, and
+        the write can follow it so. With None swap-outs take the fastest way.
 
         Never blocks. Returns the counter of the transfer that fills the device layer by layer, None when there is none.
         Raises `CacheStateError`, nothing started, for foreign slots, a target written twice, tiers that no copy
@@ -187,7 +187,7 @@ class CacheTransferManager:
         )
 
     def _by_layer(self, waits: list[Dependency]) -> tuple[list[Dependency], list[list[Event]]]:
-        """Waits for evictions to read what is overwritten: per-layer events where there are some. And all others."""
+        """Waits for swap-outs to read what is overwritten: per-layer events where there are some. And all others."""
         layered = {id(each.finished): each.layer_events for each in self._transfers if each.layer_events}
         overwrites = [each.hazard is Hazard.WRITE_AFTER_READ and id(each.event) in layered for each in waits]
         whole = [wait for wait, is_layered in zip(waits, overwrites, strict=True) if not is_layered]
@@ -210,8 +210,8 @@ class CacheTransferManager:
         swap-in is waited for here, so one whose counter was dropped is safe. A slot that is read and written counts as
         written: its old content is not required to be valid.
 
-        With `by_layer` evictions that go layer by layer are left out, too. Returns what the forward pass has to wait
-        for itself: `counter`, or one for those evictions alone.
+        With `by_layer` swap-outs that go layer by layer are left out, too. Returns what the forward pass has to wait
+        for itself: `counter`, or one for those swap-outs alone.
 
         Raises `TransferError` when the copy that should have filled a read slot failed, `LayerSwapTimeoutError` when a
         copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then names the slots without content, and
@@ -228,13 +228,13 @@ class CacheTransferManager:
         compute = self._runtime.compute_stream
         compute.begin()
         waits = self._device_hazards.before(Actor.COMPUTE, reads=reads, writes=writes)
-        whole, evictions = self._by_layer(waits) if by_layer else (waits, [])
+        whole, swap_outs = self._by_layer(waits) if by_layer else (waits, [])
         for wait in whole:
             self._compute_waits(compute, wait)
-        if counter is None and evictions:
+        if counter is None and swap_outs:
             counter = LayerDoneCounter(len(self._device_layers), (), compute, timeout_s=self._layer_timeout_s)
         if counter is not None:
-            counter.evictions = evictions
+            counter.swap_outs = swap_outs
         return counter
 
     def _compute_waits(self, compute: Stream, wait: Dependency) -> None:

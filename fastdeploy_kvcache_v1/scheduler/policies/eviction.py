@@ -34,7 +34,7 @@ class EvictionOrder:
     """
 
     learns = False
-    """`ReuseHistory` is to be kept for it, for `Run.kind` and `Run.last_use`: it costs time and memory."""
+    """`ReuseHistory` is to be kept for it, for `Run.use_class` and `Run.last_use`: it costs time and memory."""
 
     def __init__(self, num_queues: int = 1) -> None:
         self.queues = [RunQueue() for _ in range(num_queues)]

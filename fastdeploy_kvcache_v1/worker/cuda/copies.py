@@ -1,7 +1,7 @@
-"""Copies between the memory of a GPU and page-locked host memory: one launch, one batch, or a call for each run.
+"""Copies between the memory of a GPU and page-locked host memory: one launch, one batch, or a call for each span.
 
 Where rows are is uploaded once, and a plan once per step, so that a layer costs one launch with 40 bytes of arguments,
-however many runs there are. The kernel is `custom_ops/copy_rows.cu`; its PTX travels with the package and the driver
+however many spans there are. The kernel is `custom_ops/copy_rows.cu`; its PTX travels with the package and the driver
 compiles it, for every GPU from sm_80 on.
 """
 
@@ -171,7 +171,7 @@ class CudaCopies(Copies):
             reasons = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
             raise ConfigError(f"nothing copies between this GPU and {reach} bytes of memory ({reasons})")
         self._latest: dict[bool, tuple[CopySpans | None, str]] = {True: (None, ""), False: (None, "")}
-        """By direction, the runs that came last and their way: all layers of a step have the same."""
+        """By direction, the spans that came last and their way: all layers of a step have the same."""
 
     def _load(self, cupy: Any) -> None:
         with ExitStack() as held:
@@ -218,7 +218,7 @@ class CudaCopies(Copies):
                     copy_2d(stream, *places, nbytes, blocks)
 
     def _begin(self, stream: DriverStream, spans: CopySpans, to_device: bool) -> str:
-        """Finds the way of these runs, which is empty where there are none."""
+        """Finds the way of these spans, which is empty where there are none."""
         blocks, way = len(spans.sources), ""
         if blocks:
             way = self._rates.fastest(self._row_bytes, blocks, len(spans), to_device=to_device, among=self._ways)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from ...contract.messages import CopyPath
 
 KERNEL, BATCH, SPANS = WAYS = ("kernel", "batch", "spans")
-"""One kernel; one cuMemcpyBatchAsync; a cuMemcpy2DAsync for each run, which works everywhere."""
+"""One kernel; one cuMemcpyBatchAsync; a cuMemcpy2DAsync for each span, which works everywhere."""
 
 JOINED = 16
-"""Blocks of one run, where neighbours were timed."""
+"""Blocks of one span, where neighbours were timed."""
 
 
 class Timing(NamedTuple):
@@ -26,9 +26,9 @@ class Timing(NamedTuple):
 
     row_bytes: int
     apart: float
-    """In a run of its own."""
+    """In a span of its own."""
     joined: float
-    """In a run of `JOINED` blocks."""
+    """In a span of `JOINED` blocks."""
 
     def of_copy(self, blocks: int, spans: int) -> float:
         """Linear in both."""
@@ -55,7 +55,7 @@ class Rates:
     def fastest(
         self, row_bytes: Sequence[int], blocks: int, spans: int, *, to_device: bool, among: Collection[str]
     ) -> str:
-        """The way for a copy of so many blocks in so many runs, rows of these sizes each."""
+        """The way for a copy of so many blocks in so many spans, rows of these sizes each."""
         ways = [way for way in self.ways if way in among]
         if len(ways) < 2:
             return ways[0] if ways else SPANS

@@ -44,7 +44,7 @@ WIDTHS = ((512,), (4096, 2048), (7, 100), (4112,), (64 << 10,), (256 << 10,))
 """Bytes of a row, of each layer."""
 
 MOST_BLOCKS, MOST_BYTES = 8192, 16 << 20
-"""Of a tier whose every byte is compared; 4,000 runs each way of narrow rows."""
+"""Of a tier whose every byte is compared; 4,000 spans each way of narrow rows."""
 
 TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2
 """Of a copy that is timed; they take twice as much of both tiers."""
@@ -117,7 +117,7 @@ class _Trial:
         for tiers in (*cases, _Tiers(self._places, far, FAR_SLOTS, (FAR_ROW,), FAR_BLOCK, on_gpu=True)):
             copies = self._copies(tiers)
             for together in (1, 3, tiers.used // 2):
-                what = f"rows of {tiers.widths} bytes, {together} in a run"
+                what = f"rows of {tiers.widths} bytes, {together} in a span"
                 print(what, flush=True)
                 if wrong := self._wrong_bytes(copies, tiers, together):
                     return Answer(f"{wrong} bytes were others, {what}", is_wrong=True, is_lasting=False)

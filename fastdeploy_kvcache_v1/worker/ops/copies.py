@@ -45,7 +45,7 @@ class Copies(ABC):
         """The same as a table."""
 
     def layer(self, stream: Any, layer: int, spans: CopySpans, to_device: bool) -> None:
-        """Copy the blocks of `runs` of one layer, all roles."""
+        """Copy the blocks of `spans` of one layer, all roles."""
         first = layer * self._num_roles
         self._copy(stream, first, first + self._num_roles, spans, to_device)
 

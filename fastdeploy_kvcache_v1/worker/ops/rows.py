@@ -87,7 +87,7 @@ class CopySpans:
     """Runs as a table, so that nobody looks at them one by one. Nothing of it changes any more."""
 
     table: npt.NDArray[np.int64]
-    """`[runs, 3]`, C-contiguous: first source, first target, and how many neighbours go there."""
+    """`[spans, 3]`, C-contiguous: first source, first target, and how many neighbours go there."""
     sources: npt.NDArray[np.int64]
     """Every row that is read, `[blocks]`."""
     targets: npt.NDArray[np.int64]
@@ -108,10 +108,10 @@ class CopySpans:
 
 
 def plan_spans(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopySpans:
-    """Validate a slot list and coalesce it: the fewest runs that copy `sources[i]` to `targets[i]`.
+    """Validate a slot list and coalesce it: the fewest spans that copy `sources[i]` to `targets[i]`.
 
     Raises `CacheStateError`, before anything was touched, for unequal lengths, ids out of range, or a target that
-    is written twice. O(n log n), whatever the size of the tiers; the runs come in the order of their sources.
+    is written twice. O(n log n), whatever the size of the tiers; the spans come in the order of their sources.
     """
     if len(sources) != len(targets):
         raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
