@@ -59,8 +59,9 @@ class RadixTree:
         self._undo_splits(leaf)
 
     def mark(self, leaf: Run, end: int, stretches: Sequence[Stretch], now: int) -> None:
-        """Record that the path to the pinned `leaf` (`end` blocks) was last used at `now`. `stretches` gives the use class
-        of its blocks, deepest first. New runs are cut where the class changes; in older runs all blocks were used alike.
+        """Record that the path to the pinned `leaf` (`end` blocks) was last used at `now`. `stretches` gives the use
+        class of its blocks, deepest first. New runs are cut where the class changes; blocks of older runs were used
+        alike.
         """
         run, index, stretches = leaf, 0, (*stretches, NONE_ABOVE)
         while (parent := run.parent) is not None:

@@ -56,7 +56,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("law", SCENARIOS)
-def test_law_of_a_double(law: str) -> None:
+def test_law_of_a_duplicate(law: str) -> None:
     play_law(SCENARIOS[law], write_through_threshold=1)
 
 
@@ -83,7 +83,7 @@ def test_both_tiers_together_hold_what_one_of_their_size_would(
     assert hit_rate_in_turns(manager(64, 64, policy, eviction_policy=eviction)) < 0.7
 
 
-def test_both_parts_of_a_double_that_is_cut_are_doubles() -> None:
+def test_both_parts_of_a_duplicate_that_is_cut_are_duplicates() -> None:
     scene = play("run abcd; run 123456; run abcd; copied abcd yyyy", 6, 12)
     for text in ("ab5", "a6"):
         scene.start(text)

@@ -15,8 +15,8 @@ saves by giving that up is paid with many.
 
 class HostDuplicates(RunQueue):
     """Host copies that leave before all others, the youngest first. A run that came back to the device, or was used
-    there, will stay there for a while: its host copy is a *duplicate*. A copy made because its run is about to leave the
-    device is not.
+    there, will stay there for a while: its host copy is a *duplicate*. A copy made because its run is about to leave
+    the device is not.
 
     Nothing is lost with a duplicate, and it may go although requests use its run; but it is copied again when the run
     leaves the device.

@@ -95,15 +95,15 @@ def test_what_works_is_used_and_timed_at_the_rows_of_the_cache(trials):
 
 # what happens to a way's call, and what is said of it
 IN_PROCESS = {
-    "copies nothing": "bytes were others, rows of (512,) bytes, 1 in a run",
+    "copies nothing": "bytes were others, rows of (512,) bytes, 1 in a span",
     "breaks the context": "700",
     "is refused": "CUDA error 222",
     "is missing": "this CUDA driver has no {}: install a newer one",
 }
 TIMED = '"timings": [[[8192, 1.0, 1.0]], [[8192, 1.0, 1.0]]]'
 SAID = {
-    (None, "rows of (512,) bytes, 1 in a run\n"): "not done within 60 s: rows of (512,) bytes, 1 in a run",
-    (-11, "rows of (512,) bytes, 1 in a run\n"): "Segmentation fault: rows of (512,) bytes",
+    (None, "rows of (512,) bytes, 1 in a span\n"): "not done within 60 s: rows of (512,) bytes, 1 in a span",
+    (-11, "rows of (512,) bytes, 1 in a span\n"): "Segmentation fault: rows of (512,) bytes",
     (3, "Traceback:\nImportError: no cupy"): "status 3: ImportError: no cupy",
     (0, ""): "status 0",
     (0, "{half of an answ"): "status 0",
@@ -269,10 +269,10 @@ def mixes_the_directions_up(gpu):
         (SPANS, rows_that(lambda offset, nbytes: (offset, nbytes // 4 * 4 if nbytes % 4 else nbytes)), "(7, 100)"),
         (SPANS, rows_that(lambda offset, nbytes: (offset, nbytes // 32 * 32 if nbytes > 4096 else nbytes)), "(4112,)"),
         (SPANS, rows_that(lambda offset, nbytes: (offset, min(nbytes, 128 * KB))), "(262144,)"),
-        (BATCH, rows_that(lambda offset, nbytes: (offset % (1 << 32), nbytes)), "(65536,) bytes, 1 in a run"),
+        (BATCH, rows_that(lambda offset, nbytes: (offset % (1 << 32), nbytes)), "(65536,) bytes, 1 in a span"),
         (KERNEL, forgets_a_layer, "(4096, 2048)"),
-        (BATCH, loses_the_end_of_a_batch, "(512,) bytes, 1 in a run"),
-        (SPANS, mixes_the_directions_up, "(512,) bytes, 1 in a run"),
+        (BATCH, loses_the_end_of_a_batch, "(512,) bytes, 1 in a span"),
+        (SPANS, mixes_the_directions_up, "(512,) bytes, 1 in a span"),
     ],
 )
 def test_a_trial_notices(gpu, way, fault, said):
