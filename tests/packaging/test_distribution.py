@@ -336,3 +336,16 @@ def test_without_extras_no_package_of_one_is_there(installed, required):
 
 def test_the_command_is_installed(installed):
     assert run(installed.python.parent / "fastdeploy-kvcache", "--version").split()[-1] == __version__
+
+
+def test_without_the_lab_doctor_runs_and_a_lab_command_is_one_line(wheel, required, tmp_path):
+    environment = Environment(tmp_path / "venv")
+    environment.pip("install", "-q", "--no-deps", "--no-index", wheel)
+    shutil.rmtree(environment.site_packages / PACKAGE / "lab")
+    options = {"cwd": tmp_path, "env": {"PYTHONPATH": str(required), "HOME": str(tmp_path), "PATH": os.environ["PATH"]}}
+    command = environment.python.parent / "fastdeploy-kvcache"
+    report = run(command, "doctor", expect=1, **options)
+    assert "Traceback" not in report
+    assert report.splitlines()[-1].startswith("Machine: ok; FastDeploy: ")
+    assert run(command, "serve", expect=2, **options).count("\n") == 1
+    assert "lab" in run(command, "replay", "trace", expect=2, **options)
