@@ -7,6 +7,7 @@ import numpy as np
 import paddle  # noqa: F401  # at its import it asks the system for its libraries, which no test may
 import pytest
 
+from fastdeploy_kvcache_v1.attention.layouts import FAMILIES
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.lab.model import load_model
 from fastdeploy_kvcache_v1.lab.model.checksum import ChecksumModel
@@ -21,11 +22,10 @@ PROMPT = [random.Random(2).randrange(256) for _ in range(150)]
 TABLE = list(range(24))
 OTHER = [47 - at for at in range(24)]
 LAYOUTS = {
-    "gqa": ("gqa", "float32"),
+    **{family: (family, "float32") for family in FAMILIES},
+    "mla": ("mla", "bfloat16"),
     "gqa bfloat16": ("gqa", "bfloat16"),
     "gqa fp8": ("gqa", "block_wise_fp8"),
-    "mla": ("mla", "bfloat16"),
-    "dsa": ("dsa", "float32"),
 }
 """Family and dtype of the cache."""
 LAYOUT = ChecksumConfig(num_layers=3).cache_backend(block_size=BLOCK, dtype="float32").layout

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from fastdeploy_kvcache_v1.attention import layouts
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import BatchRequest
 from fastdeploy_kvcache_v1.lab.model.checksum import ChecksumModel
@@ -19,11 +20,10 @@ from tests.lab.server.harness import Harness, Worker
 BLOCK = 8
 
 FAMILIES = {
-    "gqa": ("gqa", "float32"),
+    **{family: (family, "float32") for family in layouts.FAMILIES},
+    "mla": ("mla", "bfloat16"),
     "gqa, fp8": ("gqa", "block_wise_fp8"),
     "gqa, bfloat16": ("gqa", "bfloat16"),
-    "mla": ("mla", "bfloat16"),
-    "dsa": ("dsa", "float32"),
 }
 """Family and dtype of the cache."""
 
