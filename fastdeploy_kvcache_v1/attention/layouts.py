@@ -1,8 +1,6 @@
 """The cache layout of each attention family. A new family is a class here and a line of `FAMILIES`.
 
-gqa   grouped-query attention, multi-head included: one key and one value tensor per layer
-mla   multi-head latent attention: one latent vector per token, shared by all heads
-dsa   sparse attention with an indexer: a quantized latent vector and a quantized indexer key per token
+The first paragraph of a class is its row in docs/embedded-server.md.
 """
 
 from __future__ import annotations
@@ -48,10 +46,11 @@ class CacheGeometry:
 
 
 class GQACacheBackend(AttentionCacheBackend):
-    """Key and value, each `[num_blocks, num_kv_heads, block_size, head_dim]` per layer.
+    """A key and a value per head. With block-wise fp8 also a scale for each token and head.
 
-    With `scale_dtype` (block-wise fp8) also a scale per token and head for each: `[num_blocks, num_kv_heads,
-    block_size]`. Raises `ConfigError` for a dtype outside `GQA_DTYPES` or a size below 1.
+    Grouped-query attention, multi-head included. Key and value are `[num_blocks, num_kv_heads, block_size, head_dim]`
+    each; with `scale_dtype` their scales are `[num_blocks, num_kv_heads, block_size]`. Raises `ConfigError` for a
+    dtype outside `GQA_DTYPES` or a size below 1.
     """
 
     def __init__(
@@ -73,9 +72,10 @@ class GQACacheBackend(AttentionCacheBackend):
 
 
 class MLACacheBackend(AttentionCacheBackend):
-    """One tensor per layer, `[num_blocks, 1, block_size, kv_lora_rank + qk_rope_head_dim]`, in the role of the key.
+    """One latent vector and its rotated part, shared by all heads, as in DeepSeek-V2.
 
-    The same on every tensor-parallel rank, because the latent vector is not split.
+    One tensor per layer, `[num_blocks, 1, block_size, kv_lora_rank + qk_rope_head_dim]`, in the role of the key. The
+    same on every tensor-parallel rank, because the latent vector is not split.
     """
 
     def __init__(self, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int, dtype: str) -> None:
@@ -84,7 +84,8 @@ class MLACacheBackend(AttentionCacheBackend):
 
 
 class DSACacheBackend(AttentionCacheBackend):
-    """Bytes per token: `kv_lora_rank` fp8 values, their scales, and the rotary part; then the indexer's key and scales.
+    """An fp8 latent vector with scales and a bfloat16 rotated part; the indexer's fp8 key with its scale, as in
+    DeepSeek-V3.2. The cache's dtype does not matter.
 
     Raises `ConfigError` unless both quantized lengths are multiples of 128.
     """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from fastdeploy_kvcache_v1.attention.layouts import FAMILIES
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases, table_for
 from fastdeploy_kvcache_v1.fastdeploy_integration.refusals import FOREIGN, OF_ROLES, REFUSALS
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
@@ -60,6 +62,14 @@ def refusals() -> Iterator[str]:
         yield f"| {row.setting.format(Placeholder())} | {row.reason} | {row.instead} |"
 
 
+def families() -> Iterator[str]:
+    yield "| `--model-family` | one token in one layer of the cache |"
+    yield "|---|---|"
+    for name, family in FAMILIES.items():
+        first, _, _ = (inspect.getdoc(family) or "").partition("\n\n")
+        yield f"| `{name}` | {' '.join(first.split())} |"
+
+
 def flags(group: str) -> Iterator[str]:
     yield "| flag | meaning | in FastDeploy |"
     yield "|---|---|---|"
@@ -82,6 +92,7 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "releases": ("fastdeploy.md", releases),
     "refusals": ("fastdeploy.md", refusals),
     "metrics": ("metrics.md", metrics),
+    "families": ("embedded-server.md", families),
     **{f"flags of {group}": (page, partial(flags, group)) for group, page in PAGES_OF_FLAGS.items()},
 }
 """By the name in the marks: the page, and the lines."""
