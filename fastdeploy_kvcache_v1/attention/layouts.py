@@ -116,15 +116,17 @@ def make_cache_backend(family: str, geometry: CacheGeometry) -> AttentionCacheBa
     """The backend of `family` for these numbers. Takes no memory.
 
     Its `layout` says shapes, order and bytes: a host slot holds `layout.block_bytes`, and a swap moves that per block.
-    Raises `ConfigError` for a family that is unknown, numbers that it needs and the geometry lacks, and numbers that
-    its layout refuses.
+    Raises `ConfigError` for a family that is unknown, numbers that it needs and the geometry lacks, numbers that its
+    layout refuses, and scales that it would leave out. A family without a choice of dtype has a format of its own.
     """
-    needed = needed_numbers(family)
+    needed, parameters = needed_numbers(family), _parameters(family)
     if missing := [name for name in needed if getattr(geometry, name) is None]:
         raise ConfigError(
             f"attention family {family} needs {', '.join(missing)}, which the model's configuration lacks"
         )
-    return FAMILIES[family](**{name: getattr(geometry, name) for name in _parameters(family)})
+    if geometry.scale_dtype is not None and "dtype" in parameters and "scale_dtype" not in parameters:
+        raise ConfigError(f"attention family {family} caches no scales: choose another dtype of the cache")
+    return FAMILIES[family](**{name: getattr(geometry, name) for name in parameters})
 
 
 def needed_numbers(family: str) -> tuple[str, ...]:

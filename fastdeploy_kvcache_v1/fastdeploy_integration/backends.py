@@ -83,8 +83,6 @@ def make_backend(
 
     `numbers`: what the family needs, by the names of `CacheGeometry`. `dtype` is the model's.
     """
-    if family == "mla" and quant_type == BLOCK_WISE_FP8:
-        raise ConfigError("MLA attention with block_wise_fp8: its kernels expect one tensor per layer")
     if quant_type == INT4 and "head_dim" in numbers:
         numbers = {**numbers, "head_dim": numbers["head_dim"] // 2}
     geometry = CacheGeometry(

@@ -126,6 +126,13 @@ def test_scales_are_cached_where_the_geometry_says_their_type():
     assert made.layout == GQACacheBackend(3, 2, 8, 4, "bfloat16", scale_dtype="float32").layout
 
 
+def test_scales_are_never_left_out():
+    """Dsa has a format of its own."""
+    with pytest.raises(ConfigError, match="attention family mla caches no scales"):
+        make_cache_backend("mla", geometry(**NUMBERS, scale_dtype="float32"))
+    assert make_cache_backend("dsa", geometry(**NUMBERS, scale_dtype="float32")).layout.num_layers == 3
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_constructor_takes_fields_of_the_geometry_only(family):
     known = {field.name for field in fields(CacheGeometry)}

@@ -80,8 +80,6 @@ class ChecksumConfig(Struct, frozen=True, rename=NAMES):
         `dtype` is that of the values, or `BLOCK_WISE_FP8`. Sparse attention has a format of its own and ignores it.
         """
         one_of("the cache dtype", CACHE_DTYPES, dtype)
-        if dtype == BLOCK_WISE_FP8 and self.family == "mla":
-            raise ConfigError(f"latent attention cannot be cached as {dtype}: choose float32, float16 or bfloat16")
         geometry = CacheGeometry(
             num_layers=self.num_layers + self.num_draft_layers,
             block_size=block_size,

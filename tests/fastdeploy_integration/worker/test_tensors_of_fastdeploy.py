@@ -66,7 +66,7 @@ def test_tensors_of_each_layout(backend, quant_type, shapes, dtypes):
 
 
 def test_layouts_that_kernels_do_not_read_are_refused():
-    with pytest.raises(ConfigError, match="MLA attention with block_wise_fp8"):
+    with pytest.raises(ConfigError, match="attention family mla caches no scales"):
         create_kv_cache(MLAAttentionBackend(), 1, 1, dtype="bfloat16", quant_type="block_wise_fp8")
 
 
