@@ -71,6 +71,12 @@ def test_bodies_are_those_of_a_tree_that_is_named(argument, capsys):
     assert "are about a tree: name it with --source DIR" in capsys.readouterr().err
 
 
+def test_trees_without_a_difference_are_said_to_have_none(make_tree, capsys):
+    tree = str(make_tree())
+    assert cli.main(["doctor", "--source", tree, "--against", tree]) == 0
+    assert capsys.readouterr().out.startswith(f"no difference to {tree} in ")
+
+
 def test_a_setting_that_names_of_stored_blocks_leave_out_is_one_of_the_release(make_tree, capsys):
     files = {
         "config.py": "class ParallelConfig:\n    def __init__(self):\n        self.device_ids = ''\n",

@@ -31,9 +31,12 @@ def print_bodies(source: Path, against: Path | None) -> None:
         print(bodies.to_toml(new.root, table.table_for(new.release), known), end="")
         return
     old = release.fastdeploy_at(against)
-    for target in bodies.watched(table.table_for(old.release)):
-        if difference := bodies.difference_in_words(old.root, new.root, target):
-            print(f"==> {target}", *difference, sep="\n")
+    watched = bodies.watched(table.table_for(old.release))
+    changed = {target: lines for target in watched if (lines := bodies.difference_in_words(old.root, new.root, target))}
+    for target, difference in changed.items():
+        print(f"==> {target}", *difference, sep="\n")
+    if not changed:
+        print(f"no difference to {against} in {len(watched)} bodies that matter")
 
 
 def fastdeploy(args: argparse.Namespace) -> Iterator[Finding]:
