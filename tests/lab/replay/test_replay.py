@@ -13,6 +13,7 @@ from fastdeploy_kvcache_v1.lab.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.lab.replay.hashes import TraceHasher
 from fastdeploy_kvcache_v1.lab.replay.report import percentile
 from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
+from fastdeploy_kvcache_v1.scheduler.policies.eviction import EVICTION_POLICIES
 
 from .conftest import traffic
 
@@ -159,8 +160,8 @@ REFUSALS = [
     (("--admissions-per-step", "0"), "admissions_per_step must be at least 1"),
     (("--limit", "0"), "--limit must be at least 1"),
     (("--policies", "lru"), "--policies needs --compare"),
-    (("--compare", "--policies", "mru"), "unknown policy 'mru': choose from auto, write_through"),
-    (("--eviction-policy", "mru"), "eviction_policy must be one of adaptive, lru, got 'mru'"),
+    (("--compare", "--policies", "oldest"), "unknown policy 'oldest': choose from auto, write_through"),
+    (("--eviction-policy", "oldest"), f"eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, got 'oldest'"),
     (("--compare", "--write-policy", "write_back"), "--write-policy write_back: --compare plays every policy"),
     (("--compare", "--device-blocks", "0,5"), "num_device_blocks must be a whole number of at least 1, got 0"),
 ]
