@@ -61,7 +61,7 @@ def test_the_gauge_says_that_recency_rules_until_something_is_learned(order: str
 
 def test_each_tier_has_its_own_policy() -> None:
     """`a` is the first in, `b` the least recently used."""
-    orders = {"lru": ["a"], "fifo": ["b"]}
+    orders = {"lru": ["a"], "test_fifo": ["b"]}
     for device, kept in orders.items():
         cache = manager(2, 0, device_eviction=device)
         for text in ("a!", "b!", "a!"):
