@@ -11,12 +11,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration import cache_identity
 from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS, MAX_SALT_CHARACTERS
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
 
-ASKED = {
-    "cache_salt": "s",
-    "skip_reading_prefix_cache": True,
-    "skip_writing_prefix_cache": False,
-    "disable_prefix_caching": True,
-}
+ASKED = {name: kind(1) for name, kind in FIELDS.items()} | {"cache_salt": "s", "skip_writing_prefix_cache": False}
 
 
 @pytest.fixture
@@ -38,7 +33,7 @@ def test_a_body_has_our_fields_also_in_a_line_of_a_batch_file(bodies):
     line = bodies.Line.model_validate({"body": {"prompt": "p", **ASKED}})
     assert line.body.cache_salt == "s"
     plain = bodies.Body.model_validate({"prompt": "p", **dict.fromkeys(FIELDS)})
-    assert [getattr(plain, name) for name in FIELDS] == [None] * 4
+    assert [getattr(plain, name) for name in FIELDS] == [None] * len(FIELDS)
 
 
 @pytest.mark.parametrize("salt", ["", 7, "x" * (MAX_SALT_CHARACTERS + 1)])

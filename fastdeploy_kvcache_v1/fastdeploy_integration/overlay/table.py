@@ -24,7 +24,8 @@ ours = "package.module:function"
 signature = "(self, x, y=1)"  what FastDeploy's parameters must be, without annotations (wrap and replace);
                             of a class: the parameters of its __init__; "value" for anything that is not callable
 adds = ["name"]             attributes of a class, keys of a dictionary (extend)
-                            "<flags>" in any list stands for the names of `ADDED_FLAGS`
+                            "<flags>" in any list stands for the names of `ADDED_FLAGS`,
+                            "<request fields>" for those of `cache_identity.FIELDS`
 optional = ["name"]         those of `adds` that FastDeploy may have itself, with the same meaning: ours leaves them
 where = "engine"            engine, worker, or both: the processes in which it has an effect
 why = "one sentence"
@@ -51,6 +52,7 @@ import msgspec
 
 from ...errors import OverlayError
 from ...switch import SWITCH
+from ..cache_identity import FIELDS
 from ..settings import ADDED_FLAGS
 
 if sys.version_info >= (3, 11):
@@ -191,8 +193,10 @@ def checkout_variable(release: str) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Raises `OSError`, or `ValueError` for what is no TOML."""
-    added = ", ".join(f'"{flag.name}"' for flag in ADDED_FLAGS)
-    return tomllib.loads(path.read_text(encoding="utf-8").replace('"<flags>"', added))
+    text = path.read_text(encoding="utf-8")
+    for mark, names in (("<flags>", [flag.name for flag in ADDED_FLAGS]), ("<request fields>", FIELDS)):
+        text = text.replace(f'"{mark}"', ", ".join(f'"{name}"' for name in names))
+    return tomllib.loads(text)
 
 
 def table_for(release: str) -> PatchTable:

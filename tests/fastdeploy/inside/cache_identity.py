@@ -58,8 +58,15 @@ def engine_request(body):
         ({"disable_prefix_caching": False}, (name(), ALL)),
     ],
 )
-def test_every_field_of_both_endpoints_arrives(model, given, fields, expected):
+def test_what_a_request_of_both_endpoints_asks_is_done(model, given, fields, expected):
     assert identity(engine_request(model.model_validate({**given, **fields}))) == expected
+
+
+@both
+def test_every_field_arrives_with_its_value(model, given):
+    sent = {name: kind(1) for name, kind in FIELDS.items()}
+    request = engine_request(model.model_validate({**given, **sent}))
+    assert {name: getattr(request, name) for name in FIELDS} == sent
 
 
 def copied_object():
