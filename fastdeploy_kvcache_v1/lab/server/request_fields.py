@@ -1,15 +1,20 @@
 """Request bodies of the OpenAI-compatible API, with FastDeploy's extensions.
 
 Unknown fields are ignored, as are those of FastDeploy that change no token here; docs/embedded-server.md lists all.
+A field is declared here, and what the engine and the cache are asked by it stands here, too.
 """
 
 from __future__ import annotations
 
+import random
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ...contract.messages import CacheAccess
+from ..model.sampler import SamplingParams
 from .api_error import ApiError
+from .engine.generation import GenerationRequest
 
 SEED_LIMIT = 2**63 - 1
 
@@ -116,6 +121,27 @@ class GenerationBody(BaseModel):
     def token_limit(self) -> int | None:
         """Output tokens the client asked for at most; None leaves it to the endpoint."""
         return self.max_tokens
+
+    @property
+    def access(self) -> CacheAccess:
+        reads, writes = not self.skip_reading_prefix_cache, not self.skip_writing_prefix_cache
+        uses = not self.disable_prefix_caching
+        return CacheAccess(reads and uses, writes and uses)
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=random.getrandbits(63) if self.seed is None else self.seed,  # drawn, so that a retry repeats itself
+        )
+
+    def request(self, **read: Any) -> GenerationRequest:
+        """What the engine is asked. `read`: fields that the model and the prompt decide."""
+        return GenerationRequest(
+            min_tokens=self.min_tokens, session=self.user or None, cache_salt=self.cache_salt, **read
+        )
 
 
 class CompletionBody(GenerationBody):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from dataclasses import dataclass
 
-from ...contract.messages import CacheAccess
 from ...scheduler.block_hashing import BlockHasher, MultimodalItem
-from ..model.sampler import SamplingParams
 from ..model.vision import Image, PlacedImage
 from .api_error import ApiError
-from .engine.generation import Generation, GenerationRequest, Sink
+from .engine.generation import Generation, Sink
 from .images import read_image
 from .request_fields import ChatBody, CompletionBody, GenerationBody, ImageUrl, Message
 from .settings import ServerConfig
@@ -71,25 +68,16 @@ class RequestReader:
         """What the engine is to do; the server at `prefill_url` is to compute the prompt."""
         body = reading.body
         ends = frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids
-        sampling = SamplingParams(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
-            seed=random.getrandbits(63) if body.seed is None else body.seed,  # drawn, so that a retry repeats itself
-        )
+        sampling = body.sampling()
         banned = tuple(sorted(token for token in ends if 0 <= token < self._config.model.vocab_size))
-        request = GenerationRequest(
+        request = body.request(
             request_id=request_id,
             prompt_ids=reading.token_ids,
             max_tokens=reading.max_tokens,
             sampling=sampling,
             stop_token_ids=ends | set(body.stop_token_ids),
-            min_tokens=body.min_tokens,
             early_sampling=dataclasses.replace(sampling, banned_tokens=banned),
             images=reading.images,
-            session=body.user or None,
-            cache_salt=body.cache_salt,
         )
         return Generation(request, reading.hasher, self._tokenizer.stream(body.stop), sink, prefill_url=prefill_url)
 
@@ -138,13 +126,11 @@ class RequestReader:
             param = "prompt_token_ids" if body.prompt_token_ids else param
             raise ApiError(400, f"{param}: token ids must lie in 0..{config.model.vocab_size - 1}", param)
         max_tokens = self._max_tokens(len(token_ids), body.token_limit, param, default_max_tokens)
-        reads, writes = not body.skip_reading_prefix_cache, not body.skip_writing_prefix_cache
-        uses = not body.disable_prefix_caching
         hasher = BlockHasher(
             config.cache.block_size,
             items=[MultimodalItem(at, image.num_tokens, image.content_hash) for at, image in images],
             salt=body.cache_salt.encode(),
-            access=CacheAccess(reads and uses, writes and uses),
+            access=body.access,
         )
         hasher.extend(token_ids)
         return Reading(body, tuple(token_ids), max_tokens, hasher, images)
