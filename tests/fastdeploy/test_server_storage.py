@@ -90,6 +90,7 @@ def test_what_two_servers_share_outlives_them_and_damage_and_other_weights_cost_
                 content.write(b"damage")
         again = ask(client, OTHER)
         assert (again.tokens, again.cached_tokens) == (second.tokens, 0)
+        wait_until(lambda: counts(server)["storage_damaged_blocks_total"], lambda: f"the damage: {counts(server)}")
         assert counts(server)["storage_damaged_blocks_total"] == 1, "what comes behind a damaged block is not read"
         wait_stored(server, client, BLOCKS + 1)  # the one that was found out, and those that were loaded
 
