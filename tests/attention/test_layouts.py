@@ -8,6 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from fastdeploy_kvcache_v1.attention.base import RoleSpec
 from fastdeploy_kvcache_v1.attention.layouts import (
     FAMILIES,
     OF_EVERY_FAMILY,
@@ -50,6 +51,19 @@ def test_values_are_seen_through_the_tensor():
 def test_bad_layouts_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         GQACacheBackend(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("role", "shape", "dtype", "message"),
+    [
+        ("query", (1,), "float32", "the cache role must be one of key, value, .*, got 'query'"),
+        ("key", (1,), "int4", "the cache dtype must be one of .*, got 'int4'"),
+        ("key", (1, 0), "float32", "cache role key has an empty block shape"),
+    ],
+)
+def test_a_tensor_of_an_unknown_role_dtype_or_shape_is_refused(role, shape, dtype, message):
+    with pytest.raises(ConfigError, match=message):
+        RoleSpec(role, shape, dtype)
 
 
 def test_no_blocks_is_refused():

@@ -134,15 +134,22 @@ def own_tests(name: str) -> Path:
     return ROOT / "tests" / folder / f"test_{module}.py"
 
 
+USERS = {
+    "contract": ("scheduler", "worker", "telemetry", "storage/engine", "test_doctor.py", "test_cli.py"),
+    "telemetry": ("contract", "scheduler/test_cache_manager.py", "fastdeploy_integration/engine/test_metrics.py"),
+}
+"""Tests of rooms whose users show what they are for."""
+
+
 def tests_of(folder: str) -> list[str]:
-    """The folder's tests; those of the package's own modules lie in tests/ itself."""
+    """The folder's tests, and those of `USERS`; those of the package's own modules lie in tests/ itself."""
     if folder == ".":
         return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
     if own_tests(folder).is_file():
         return [str(own_tests(folder).relative_to(ROOT))]
     if not (ROOT / "tests" / folder).is_dir():
         raise SystemExit(f"error: there is no tests/{folder}")
-    return [f"tests/{folder}"]
+    return [f"tests/{each}" for each in (folder, *USERS.get(folder, ()))]
 
 
 def changed_modules() -> list[Path]:
