@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, words: Sequence[str]) -> int:
     if command.module.startswith(".lab.") and importlib.util.find_spec(".lab", __package__) is None:
-        raise ConfigError(f"{command.name} is a command of the lab, which this installation lacks: install all of it")
+        todo = "pip install --force-reinstall fastdeploy-kvcache-v1"
+        raise ConfigError(f"{command.name} needs the lab, which this installation lacks: {todo}")
     module = importlib.import_module(command.module, __package__)
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command.name}", description=command.help, allow_abbrev=False)
     module.add_arguments(parser)

@@ -1,6 +1,6 @@
 """Flag: the one declaration of a flag. Command lines, FastDeploy's arguments, help, files and docs are made from it.
 
-A flag is declared in the room that owns its meaning, and hosts collect theirs. Those of `KVCacheConfig` are here.
+A flag is declared in the room that owns its meaning; each server collects its flags. Those of the cache are here.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ class CopyPath(NamedTuple):
     direction: str
     """`in`: into the device, `out`: out of it."""
     name: str
-    """`c` or `numpy` on a CPU; on a GPU `kernel`, `batch` or `runs`."""
+    """`c` or `numpy` on a CPU; on a GPU `kernel`, `batch` or `spans`."""
     left: str = ""
     """Why it is not used; empty for one that is used where it is the cheapest."""
 

@@ -26,7 +26,7 @@ class Counters:
     )
     resumed_hit_tokens: int = counter("Tokens that preempted requests found again when they resumed")
     """In either tier: mostly their own work."""
-    shared_prefill_requests: int = counter("Requests that waited while another one computed a prefix of theirs")
+    shared_prefill_requests: int = counter("Requests that waited while another request computed their prefix")
     shared_prefill_tokens: int = counter("Tokens that these requests did not compute because they waited")
     """Found cached, beyond those of before the wait."""
     device_evicted_blocks: int = counter("Blocks that left the device tier")

@@ -98,6 +98,7 @@ def test_fastdeploy_starts_and_doctor_runs_where_the_lab_is_deleted(release, tmp
     shutil.copytree(ROOT / "patches", tmp_path / "patches")
     output = run_inside(release, tmp_path, "-c", activated(SHOW + EVERYTHING), tree(release), ours=tmp_path)
     assert "WITHOUT LAB" in output
+    assert f"patch table: {release}," in output
     assert "Traceback" not in output
 
 

@@ -45,7 +45,7 @@ class StorageCounters:
     """Also those for which too many waited."""
     refused_store_blocks: int = counter("Blocks that the store had no room for, counted by each rank")
     unaddressable_blocks: int = counter(
-        "Blocks left out because the store names blocks by token ids, and theirs do not say all"
+        "Blocks left out because the store names blocks by token ids, and more decides their KV"
     )
     """Neither asked for nor stored nor announced."""
     flushes: int = counter("Updates of the store's index with what this server has")
