@@ -25,6 +25,7 @@ text { font: 13px system-ui, sans-serif; fill: #333 }
 rect { fill: #eef4fb; stroke: #4a7ab0; rx: 6px }
 .lab { fill: #f6f2e8; stroke: #b09a4a }
 path { fill: none; stroke: #778; stroke-width: 1.3; marker-end: url(#tip) }
+.passes { stroke-dasharray: 5 4 }
 """
 
 
@@ -138,11 +139,13 @@ def _middle_above(pairs: Sequence[tuple[str, str]], boxes: Mapping[str, Box], ro
 
 
 def _arrow(box: Box, other: Box) -> str:
-    start = min(max(other.middle, box.left + 30), box.left + box.width - 30)  # straight down where it can be
+    """Dashed, and beside the middle, where it passes behind the rooms of another floor."""
+    passes = other.top - box.top > FLOOR_HEIGHT
+    to = other.middle + 60 * passes
+    start = min(max(to, box.left + 30), box.left + box.width - 30)  # straight down where it can be
     top, end = box.top + ROOM_HEIGHT, other.top - 2
-    return (
-        f'<path d="M{start:.0f} {top} C{start:.0f} {top + 30} {other.middle:.0f} {end - 30} {other.middle:.0f} {end}"/>'
-    )
+    kind = ' class="passes"' if passes else ""
+    return f'<path{kind} d="M{start:.0f} {top} C{start:.0f} {top + 30} {to:.0f} {end - 30} {to:.0f} {end}"/>'
 
 
 def _room(room: str, box: Box) -> str:
