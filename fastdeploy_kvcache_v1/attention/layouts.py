@@ -1,6 +1,6 @@
 """The cache layout of each attention family. A new family is a class here and a line of `FAMILIES`.
 
-The first paragraph of a class is its row in docs/embedded-server.md.
+The first paragraph of a class is its row in docs/lab/server.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     class Counters:
         requests_finished: int = counter("Requests that ended")
 
-Both servers export every number of a source, and docs/metrics.md lists it. In a class that is no dataclass a field
+Both servers export every number of a source, and docs/operate/metrics.md lists it. In a class that is no dataclass a field
 stands for an attribute that `__init__` sets. Needs no Prometheus library.
 """
 

@@ -1,4 +1,4 @@
-"""The table in docs/mutation.md, and what is known about survivors.
+"""The table in docs/develop/testing.md, and what is known about survivors.
 
 A judged survivor stands in `judged/FOLDER.txt`: the line that `scripts/mutate` printed, without its line number, and
 below it, indented, why no test need notice it (`equal: ...`, `speed: ...`).
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.mutation.driver import ROOT, Verdict
 
-DOCUMENT = ROOT / "docs/mutation.md"
+DOCUMENT = ROOT / "docs/develop/testing.md"
 JUDGED = Path(__file__).with_name("judged")
 HEADER = "| folder | places | tried | killed | judged | survivors |\n|---|---|---|---|---|---|\n"
 

@@ -1,6 +1,6 @@
 """Mutation testing: changes the package one place at a time and runs the tests that reach the place.
 
-`scripts/mutate --help` and docs/mutation.md tell more.
+`scripts/mutate --help` and docs/develop/testing.md tell more.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def parse() -> argparse.Namespace:
         "--matrix", type=Path, metavar="FILE", help="run all tests that reach a place; JSON lines of who kills what"
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="children at a time")
-    parser.add_argument("--report", action="store_true", help="write the table of docs/mutation.md")
+    parser.add_argument("--report", action="store_true", help="write the table of docs/develop/testing.md")
     parser.add_argument("--changed", action="store_true", help="modules that changed since the last tag or main")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="start nothing after so long")
     parser.add_argument("--floor", type=float, default=0, metavar="PERCENT", help="fail where fewer are killed")

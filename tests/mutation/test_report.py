@@ -1,4 +1,4 @@
-"""The table of docs/mutation.md."""
+"""The table of docs/develop/testing.md."""
 
 from tests.mutation import report
 

@@ -28,7 +28,7 @@ def releases() -> Iterator[str]:
     with_cpu_worker = known_releases(activation.TABLE_NAME)
     for release in known_releases():
         table = table_for(release)
-        file = f"[`fastdeploy-{release}.toml`](../patches/fastdeploy-{release}.toml)"
+        file = f"[`fastdeploy-{release}.toml`](../../patches/fastdeploy-{release}.toml)"
         has_one = "yes" if release in with_cpu_worker else "no"
         yield f"| {release} | {file} | {table.commit} | {len(table.rows)} | {has_one} |"
 
@@ -80,20 +80,14 @@ def flags(group: str) -> Iterator[str]:
             yield f"| `{name}{value}` | {flag.full_help} | {flag.fastdeploy} |"
 
 
-PAGES_OF_FLAGS = {
-    "cache": "fastdeploy.md",
-    "storage": "storage.md",
-    "prefill and decode": "transfer.md",
-    "server": "embedded-server.md",
-    "model": "embedded-server.md",
-}
+GROUPS_OF_FLAGS = ("cache", "storage", "prefill and decode", "server", "model")
 
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
-    "releases": ("fastdeploy.md", releases),
-    "refusals": ("fastdeploy.md", refusals),
-    "metrics": ("metrics.md", metrics),
-    "families": ("embedded-server.md", families),
-    **{f"flags of {group}": (page, partial(flags, group)) for group, page in PAGES_OF_FLAGS.items()},
+    "releases": ("operate/fastdeploy.md", releases),
+    "refusals": ("reference/refusals.md", refusals),
+    "metrics": ("reference/metrics.md", metrics),
+    "families": ("lab/server.md", families),
+    **{f"flags of {group}": ("reference/flags.md", partial(flags, group)) for group in GROUPS_OF_FLAGS},
 }
 """By the name in the marks: the page, and the lines."""
 
@@ -118,7 +112,7 @@ def pages() -> list[str]:
 def main() -> int:
     for path in [*(DOCS / page for page in pages()), PICTURE]:
         old = path.read_text(encoding="utf-8") if path.exists() else ""
-        if (new := drawn() if path == PICTURE else written(path.name, old)) != old:
+        if (new := drawn() if path == PICTURE else written(str(path.relative_to(DOCS)), old)) != old:
             path.write_text(new, encoding="utf-8")
             print(f"{path.name}: written anew")
     return 0

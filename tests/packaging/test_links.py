@@ -49,7 +49,7 @@ def test_paths_in_backticks_exist(page):
 
 
 NAMED_FILE = re.compile(r"`((?:\.\./)?[\w./-]+\.(?:py|cc|h|toml|md))`")
-MAPS = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "develop" / "recipes.md"]
+MAPS = [ROOT / "docs" / "develop" / "architecture.md", ROOT / "docs" / "develop" / "recipes.md"]
 
 
 @pytest.mark.parametrize("page", MAPS, ids=ids)

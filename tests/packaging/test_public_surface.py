@@ -1,4 +1,4 @@
-"""docs/api-stability.md promises modules; `__all__` says what of them."""
+"""docs/develop/api-stability.md promises modules; `__all__` says what of them."""
 
 import importlib
 import inspect
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = re.findall(r"^\| `(fastdeploy_kvcache_v1\.[a-z_.]+)` \|", (ROOT / "docs/api-stability.md").read_text(), re.M)
+PUBLIC = re.findall(r"^\| `(fastdeploy_kvcache_v1\.[a-z_.]+)` \|", (ROOT / "docs/develop/api-stability.md").read_text(), re.M)
 
 
 def test_the_page_names_the_front_doors():

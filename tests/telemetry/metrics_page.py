@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md, made from the fields of their sources."""
+"""The tables of docs/reference/metrics.md, made from the fields of their sources."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -39,5 +39,5 @@ def table(source: Source) -> list[str]:
 
 def metrics() -> Iterator[str]:
     for each in sources():
-        yield from ("", f"### {each.title.capitalize()}, {each.servers}", "", *table(each))
+        yield from ("", f"## {each.title.capitalize()}, {each.servers}", "", *table(each))
     yield ""

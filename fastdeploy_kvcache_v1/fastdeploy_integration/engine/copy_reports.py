@@ -28,7 +28,7 @@ MAX_WAITING_REPORTS = 256
 MAX_REPORT_BYTES = 1 << 24
 
 MAX_FAILURES = 256
-"""Failed copies that wait for the schedule loop. It can do without older ones: docs/fastdeploy.md."""
+"""Failed copies that wait for the schedule loop. It can do without older ones: docs/operate/fastdeploy.md."""
 
 MAX_TOLD = 1024
 """Failed copies that are not told again when another rank's report has them."""

@@ -106,7 +106,7 @@ class Overlay:
             raise OverlayError(
                 f"FastDeploy at {self._root} is another one inside than {known}: {'; '.join(map(str, must))}. Upgrade "
                 f"this package. {UNKNOWN_BODIES}={acceptance(must)} starts with these changes alone; tokens may "
-                "be wrong then, so read them first (docs/porting.md)"
+                "be wrong then, so read them first (docs/develop/porting.md)"
             )
         logger.warning(
             "FastDeploy at %s has %d functions that are others inside than in %s: fastdeploy-kvcache doctor names them",

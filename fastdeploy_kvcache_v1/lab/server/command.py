@@ -35,7 +35,7 @@ and the reason (run the server under a supervisor that restarts it); 2 for a wro
 
 Beside the OpenAI endpoints, /health and /metrics, POST /reset_prefix_cache forgets the blocks of device and host tier,
 with ?reset_external=true the stored ones, too, and GET /debug/check proves the invariants of the cache and, when idle,
-that nothing leaked. The request fields are those of OpenAI's API and of FastDeploy: docs/embedded-server.md lists them.
+that nothing leaked. The request fields are those of OpenAI's API and of FastDeploy: docs/lab/server.md lists them.
 On a GPU start FastDeploy's own server instead.
 """
 

@@ -1,6 +1,6 @@
 """Request bodies of the OpenAI-compatible API, with FastDeploy's extensions.
 
-Unknown fields are ignored, as are those of FastDeploy that change no token here; docs/embedded-server.md lists all.
+Unknown fields are ignored, as are those of FastDeploy that change no token here; docs/lab/server.md lists all.
 A field is declared here, and what the engine and the cache are asked by it stands here, too.
 """
 

@@ -41,7 +41,7 @@ def load(library: Path = LIBRARY) -> Any:
     if taken := [name for name in OPERATORS if _is_registered(core, name)]:
         raise ConfigError(f"another package has registered Paddle operators named {', '.join(taken)}: unload it first")
     if not library.exists():
-        raise ConfigError(f"{library.name} is not built: run scripts/build_ops.sh (docs/native-ops.md)")
+        raise ConfigError(f"{library.name} is not built: run scripts/build_ops.sh (docs/develop/copies.md)")
     try:
         # Says in one line what does not fit, where Paddle would blame the CUDA installation.
         built = ctypes.CDLL(str(library))

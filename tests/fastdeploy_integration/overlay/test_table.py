@@ -152,7 +152,7 @@ def test_a_copied_table_that_still_says_its_old_release_is_refused(write, tmp_pa
 
 
 def test_the_page_about_ports_says_where_to_look_for_each_capability():
-    page = (Path(__file__).parents[3] / "docs" / "porting.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "develop" / "porting.md").read_text(encoding="utf-8")
     table = page.partition("| capability |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(asdict(Capabilities()))
 

@@ -289,6 +289,6 @@ def test_conversations_of_the_sample_trace_return():
 
 def test_the_commands_of_the_tour_name_the_sample_trace():
     named = str(sample_trace.PATH.relative_to(ROOT))
-    lines = (ROOT / "docs" / "tour.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "quickstart.md").read_text().splitlines()
     commands = [line.split() for line in lines if line.startswith("    .venv/bin/")]
     assert [words[1] for _, *words in commands if words[0] == "replay"] == [named, named]

@@ -11,7 +11,7 @@ from tests.lab.server.ignored_fields import IGNORED
 from tests.lab.server.random_text import BOS, END, EOS
 from tests.lab.server.served import chunks_of, error_of, running
 
-DOCS = Path(__file__).parents[3] / "docs" / "embedded-server.md"
+DOCS = Path(__file__).parents[3] / "docs" / "lab" / "server.md"
 HELLO = [BOS, *b"hello"]
 
 
