@@ -5,8 +5,8 @@
     class Counters:
         requests_finished: int = counter("Requests that ended")
 
-Both servers export every number of a source, and docs/operate/metrics.md lists it. In a class that is no dataclass a field
-stands for an attribute that `__init__` sets. Needs no Prometheus library.
+Both servers export every number of a source, and docs/reference/metrics.md lists it. In a class that is no dataclass a
+field stands for an attribute that `__init__` sets. Needs no Prometheus library.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ def to_toml(root: Path, table: PatchTable, known: Digests) -> str:
     have.
     """
     lines = [f"# Bodies of FastDeploy {table.release} ({table.commit}) that we rely on: a digest of each statement."]
-    lines += ["# Written by `fastdeploy-kvcache doctor --source DIR --write-bodies`; docs/develop/porting.md.", "", "[bodies]"]
+    lines += ["# Written by `fastdeploy-kvcache doctor --source DIR --write-bodies`; docs/develop/porting.md."]
+    lines += ["", "[bodies]"]
     for target, body in watched(table).items():
         statements = statements_of(root, body)
         if statements is None:

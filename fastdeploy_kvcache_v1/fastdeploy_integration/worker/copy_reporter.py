@@ -17,7 +17,7 @@ MAX_UNSENT_REPORTS = 64
 """Reports that wait in this process for an engine that is slow, or not there (yet)."""
 
 MAX_UNTOLD_FAILURES = 64
-"""Failed copies that wait for a report that can be sent. The engine can do without older ones: docs/operate/fastdeploy.md."""
+"""Failed copies that wait for a report that can be sent. The engine does not need older ones."""
 
 MAX_UNTOLD_TIMES = 32
 """Passes. The latest say most."""

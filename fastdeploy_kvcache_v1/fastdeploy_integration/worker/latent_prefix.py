@@ -2,7 +2,7 @@
 
 The supported releases compute a prompt with the keys of the pass alone: `MLAAttentionBackend` writes the new latent
 vectors to the cache and calls a flash function with what it has just computed. What the prompt has in the cache, from a
-prefix or from its earlier chunks, is left out, and the tokens are wrong (docs/operate/fastdeploy.md, Attention backends).
+prefix or from its earlier chunks, is left out, and the tokens are wrong (docs/operate/fastdeploy.md).
 
 The mend calls the same flash function again, with the cached tokens as keys: at most `piece` of them at a time,
 gathered from the layer's cache, projected up by the layer's own `kv_b_proj`, and without a mask, since they all come

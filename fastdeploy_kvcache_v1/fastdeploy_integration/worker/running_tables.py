@@ -2,7 +2,7 @@
 
 The length of a row that decodes lives on the device. The host knows what bounds it. From below: a row is not shorter
 than what the engine has received of it, which rides on every batch, nor than its chunks that passes have computed.
-From above: a pass adds at most one token and the draft tokens to a row. docs/develop/decisions.md says why both are safe.
+From above: a pass adds at most one token and the draft tokens to a row. Why both are safe: docs/develop/decisions.md.
 """
 
 from __future__ import annotations
