@@ -1,8 +1,8 @@
 """The CUDA suite and the benchmark of copies, in processes that may fail, hang or lose their GPU; no pytest.
 
-`scripts/test-gpu` runs it, docs/operate/gpu.md says how. A group of checks has a process (`one_group.py`). A failure ends
-that process, a check that takes too long is killed, and the rest of the group gets a new process. Each result is printed
-and written at once. This file needs nothing but Python: the processes that it starts may lack anything.
+`scripts/test-gpu` runs it, docs/operate/gpu.md says how. A group of checks has a process (`one_group.py`). A failure
+ends that process, a check that takes too long is killed, and the rest of the group gets a new process. Each result is
+printed and written at once. This file needs nothing but Python: the processes that it starts may lack anything.
 """
 
 from __future__ import annotations
