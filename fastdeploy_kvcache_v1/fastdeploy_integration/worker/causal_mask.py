@@ -1,8 +1,8 @@
-"""Does a flash function see the whole prefix of a prompt? A question to the GPU that runs, asked when a worker starts.
+"""Check at a worker's start that the flash function of this GPU sees the cached prefix of a prompt.
 
-A prompt behind a cached prefix, or in chunks, has more keys than queries. Its last query must see all keys: the causal
-mask ends at the bottom right. FlashAttention 3 does that. Paddle's FlashAttention 2, which FLASH_ATTN calls on GPUs
-whose compute capability is not 9.0, lets query i see keys 0 to i, as if there were no prefix.
+A prompt with a cached prefix has more keys than queries, and its last query must see all keys: the causal mask ends at
+the bottom right. FlashAttention 3 does that. Paddle's FlashAttention 2, which FLASH_ATTN calls on GPUs whose compute
+capability is not 9.0, lets query i see keys 0 to i, as if there were no prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXPECTED = [1.0, 1.5]
 
 
 def init_flash_backend(wrapped: Wrapped, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wraps `FlashAttentionBackend.__init__`. Raises `ConfigError` where prompts would get wrong tokens."""
+    """Wraps `FlashAttentionBackend.__init__`. Raises `ConfigError` if its function does not see the prefix."""
     wrapped(*args, **kwargs)
     module = sys.modules[type(instance).__module__]
     if module.FLASH_ATTN_VERSION == 4:
@@ -29,13 +29,13 @@ def init_flash_backend(wrapped: Wrapped, instance: Any, args: tuple[Any, ...], k
     found = means_seen(module.flash_attn_func)
     if any(abs(mean - expected) > 0.05 for mean, expected in zip(found, EXPECTED, strict=True)):
         raise ConfigError(
-            f"FLASH_ATTN on this GPU (FlashAttention {module.FLASH_ATTN_VERSION}) does not see what a prompt has in "
-            "the cache, so tokens behind a cached prefix or a chunk are wrong: set FD_ATTENTION_BACKEND=APPEND_ATTN"
+            f"FLASH_ATTN on this GPU (FlashAttention {module.FLASH_ATTN_VERSION}) ignores the cached prefix of a "
+            "prompt, so cache hits and chunked prompts would give wrong tokens: set FD_ATTENTION_BACKEND=APPEND_ATTN"
         )
 
 
 def means_seen(flash: Wrapped) -> list[float]:
-    """Mean value of the keys that each query of a prompt with a prefix of two tokens sees."""
+    """For each query of a prompt with a prefix of two tokens: the mean of the values that it sees."""
     import paddle
 
     def tensor(values: list[list[float]], dtype: str) -> Any:

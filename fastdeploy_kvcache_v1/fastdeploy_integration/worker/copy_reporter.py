@@ -1,4 +1,4 @@
-"""CopyReporter: a worker rank's end of the way back to the engine."""
+"""CopyReporter: sends a worker rank's reports to the engine."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ...contract.messages import CopyResult, PassProgress, PrefillTime, RankCopi
 from ..copy_report import CopyReport
 
 MAX_UNSENT_REPORTS = 64
-"""Reports that wait in this process for an engine that is slow, or not there (yet)."""
+"""Reports queued in this process for an engine that is slow or not up yet."""
 
 MAX_UNTOLD_FAILURES = 64
-"""Failed copies that wait for a report that can be sent. The engine does not need older ones."""
+"""Failed copies kept until a report can be sent. The engine does not need older ones."""
 
 MAX_UNTOLD_TIMES = 32
-"""Passes. The latest say most."""
+"""Prefill times kept until a report can be sent: the latest are worth most."""
 
 
 class CopyReporter:
-    """Sends what became of the copies of one rank, in step order. Not thread-safe: the worker's event loop uses it.
+    """Sends the results of one rank's copies, in step order. Not thread-safe: the worker's event loop uses it.
 
-    Never waits for the engine and never raises for its sake: the next report makes up for one that cannot be sent.
-    The engine may start later, end, or start again at the same path. The socket is made at the first report, so the
+    Never waits for the engine and never raises because of it: a report that cannot be sent is part of the next one.
+    The engine may start later, end, or restart at the same path. The socket is made at the first report, so the
     process may fork before.
     """
 
@@ -46,8 +46,8 @@ class CopyReporter:
         self._socket: zmq.Socket[bytes] | None = None
 
     def tell(self, report: WorkerReport) -> None:
-        """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended; what only passes took
-        waits for a report that says more. The first one says how the worker copies, whatever else it has to say.
+        """Send `report` if it has news. Prefill times alone wait for the next news. The first report is sent as soon as
+        the copy paths are known.
         """
         self._copies = report.copies or self._copies
         self._prefills.extend(report.prefills)
@@ -70,7 +70,7 @@ class CopyReporter:
         )
         message = CopyReport(self._rank, self._worker, self._number, news, self._unlisted_through).dumps()
         self._number += 1
-        with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers
+        with contextlib.suppress(zmq.Again):  # queue full: the engine counts the gap in the numbers
             self._socket.send(message, zmq.NOBLOCK)
             self._untold.clear()
             self._prefills.clear()
@@ -85,7 +85,7 @@ class CopyReporter:
         return socket
 
     def close(self) -> None:
-        """Drop what was not sent. Idempotent."""
+        """Drop unsent reports. Idempotent."""
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = self._socket = None

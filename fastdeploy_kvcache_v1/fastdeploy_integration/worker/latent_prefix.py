@@ -1,17 +1,16 @@
-"""Prompts of latent attention (MLA) behind a cached prefix, or in chunks, in releases whose prefill forgets the prefix.
+"""Latent attention (MLA) over a cached prefix, for releases whose prefill ignores the prefix.
 
 The supported releases compute a prompt with the keys of the pass alone: `MLAAttentionBackend` writes the new latent
-vectors to the cache and calls a flash function with what it has just computed. What the prompt has in the cache, from a
-prefix or from its earlier chunks, is left out, and the tokens are wrong (docs/operate/fastdeploy.md).
+vectors to the cache and calls a flash function with only these. The cached tokens of the prompt, from a prefix or from
+earlier chunks, are left out, and the output is wrong (docs/operate/fastdeploy.md).
 
-The mend calls the same flash function again, with the cached tokens as keys: at most `piece` of them at a time,
-gathered from the layer's cache, projected up by the layer's own `kv_b_proj`, and without a mask, since they all come
-before the new ones. Results are joined by their log-sum-exp in float32, which is the softmax over all keys (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018). No body of FastDeploy's is replaced; a pass that has no
-such prompt runs as before. It costs one synchronisation in a pass, and memory for one piece, which the profiling run
-has seen.
+The mend calls the same flash function again with the cached tokens as keys, at most `piece` at a time: gathered from
+the layer's cache, projected up by its `kv_b_proj`, without a mask, since they precede all new tokens. The parts are
+joined by their log-sum-exp in float32, which equals the softmax over all keys (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018). No body of FastDeploy is replaced. A pass without such a prompt runs as
+before. The price is one synchronisation per pass, and memory for one piece, which the profiling run includes.
 
-Only in the thread that runs the model.
+Only for the thread that runs the model.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ PREFIX = "_kvcache_v1_prefix"
 """Attribute of a `ForwardMeta`: the `PassPrefix` that its layers read, or None."""
 
 LATENT = "_kvcache_v1_latent"
-"""Attribute of an `Attention` layer: the `DeepseekV3MLAAttention` that has it."""
+"""Attribute of an `Attention` layer: its `DeepseekV3MLAAttention`."""
 
 
 class PassPrefix:
-    """What the prompts of one pass have in the cache. The same for all layers, which read it one after the other."""
+    """The cached tokens of the prompts of one pass. All layers share it and read it one after the other."""
 
     def __init__(self, places: Any, starts: Any, row_of_token: Any, caches: Any) -> None:
-        """`places`: [cached tokens, 3], where each is in a layer's cache, as block, head 0, offset; row by row.
-        `starts`: [rows + 1] int32, where the cached tokens of a row begin among them. `row_of_token`: [new tokens].
+        """`places`: [cached tokens, 3] int32, the place of each in a layer's cache: block, head 0, offset; row by row.
+        `starts`: [rows + 1] int32, the first cached token of each row in `places`. `row_of_token`: [new tokens] int32.
         `caches`: one tensor [blocks, 1, block size, latent and rotary values] per layer.
         """
         self.places, self.starts, self.row_of_token = places, starts, row_of_token
         self._caches = caches
         self.layer: Any = None
-        """The `Attention` layer that runs; it has been waited for."""
+        """The running `Attention` layer, whose swap-in has been waited for."""
 
     def __len__(self) -> int:
         return int(self.places.shape[0])
@@ -65,7 +64,7 @@ class PassPrefix:
 
 
 class PrefixAttention:
-    """In place of a backend's flash function: the same result, as if the prefix were among the keys of the pass."""
+    """Replaces a backend's flash function: the result is that of all keys, the cached prefix included."""
 
     def __init__(self, attend: Wrapped, piece: int) -> None:
         """`attend` returns the output [new tokens, heads, width] and its log-sum-exp [heads, new tokens], float32."""
@@ -76,7 +75,6 @@ class PrefixAttention:
     def __call__(
         self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, *, causal: bool, **options: Any
     ) -> tuple[Any, Any]:
-        """As `attend`: the output, and its log-sum-exp."""
         out, lse = self._attend(q, k, v, cu_q, cu_k, max_q, max_k, causal=causal, **options)[:2]
         prefix = self.prefix
         if prefix is None:
@@ -93,7 +91,7 @@ class PrefixAttention:
 
 
 class _Joined:
-    """Attention over keys that came in several parts."""
+    """Attention over several parts of the keys."""
 
     def __init__(self, out: Any, lse: Any) -> None:
         heads, tokens = out.shape[1], out.shape[0]
@@ -105,7 +103,7 @@ class _Joined:
         self.out, self.lse = out.cast("float32"), lse.cast("float32")
 
     def add(self, out: Any, lse: Any, has_keys: Any) -> None:
-        """`has_keys`: of which tokens there are keys in this part; the kernel may return anything for the others."""
+        """`has_keys`: tokens with keys in this part. The kernel may return anything for the others."""
         import paddle
 
         nothing = paddle.full_like(self.lse, -float("inf"))
@@ -119,7 +117,7 @@ class _Joined:
 
 
 def _per_head(weights: Any) -> Any:
-    """[heads, tokens] as a factor of [tokens, heads, width]."""
+    """[heads, tokens] -> [tokens, heads, 1]."""
     return weights.transpose([1, 0]).unsqueeze(-1)
 
 
@@ -127,13 +125,13 @@ def _per_head(weights: Any) -> Any:
 
 
 def _has_prefix(meta: Any) -> bool:
-    """Can a prompt of this pass have tokens in the cache? By FastDeploy's lengths on the host, without waiting."""
+    """False: no prompt of this pass has cached tokens, by FastDeploy's lengths on the host. Does not wait."""
     longest_prompt, longest_cached = int(meta.max_len_tensor_cpu[1]), int(meta.max_len_tensor_cpu[2])
     return longest_prompt > 0 and longest_cached > 0
 
 
 def find_prefix(meta: Any, block_size: int) -> PassPrefix | None:
-    """What the prompts of the pass have in the cache; None if nothing."""
+    """The cached tokens of the pass's prompts, or None. Waits once for the device if there may be any."""
     import paddle
 
     if not _has_prefix(meta):
@@ -156,7 +154,7 @@ def find_prefix(meta: Any, block_size: int) -> PassPrefix | None:
 
 
 def _made_up_prefix(meta: Any, block_size: int, tokens: int) -> PassPrefix:
-    """For the profiling run: a whole piece, of the first row, so that its memory is seen."""
+    """A whole piece in the first row, so that the profiling run includes its memory."""
     import paddle
 
     token = paddle.arange(tokens, dtype="int32")
@@ -168,7 +166,7 @@ def _made_up_prefix(meta: Any, block_size: int, tokens: int) -> PassPrefix:
 
 
 def _row_of_token(meta: Any) -> Any:
-    """[new tokens]: the row of each."""
+    """[new tokens] int32: the row of each."""
     import paddle
 
     ends = meta.cu_seqlens_q.reshape([-1])[1:].cast("int32")
@@ -211,19 +209,19 @@ def init_metadata(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 
 
 def init_latent_attention(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `DeepseekV3MLAAttention.__init__`: its attention layer knows it, but not as a sublayer, which would be
-    loaded and saved twice.
+    """Wraps `DeepseekV3MLAAttention.__init__`: its attention layer gets a reference to it. `object.__setattr__`,
+    because Paddle would load and save a registered sublayer twice.
     """
     wrapped(*args, **kwargs)
     object.__setattr__(instance.mla_attn, LATENT, instance)
 
 
 def positions(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    """Wraps `DeepseekV3ForCausalLM.pre_process` of 2.5: positions [new tokens], and [new tokens, 1], 1 where a token is
-    of a prompt.
+    """Wraps `DeepseekV3ForCausalLM.pre_process` of 2.5: positions [new tokens] int32, and [new tokens, 1] int32, 1 for
+    tokens of prompts.
 
-    Its operator counts a prompt behind a prefix from 0, and moves all rows behind it to other tokens' places, even
-    behind the end of its buffers: it is not called where there is one.
+    The operator of 2.5 numbers a prompt with a prefix from 0, and writes later rows to wrong places, even behind the
+    end of its buffers. So a pass with a prefix does not call it.
     """
     import paddle
 

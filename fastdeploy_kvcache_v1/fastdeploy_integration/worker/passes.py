@@ -1,4 +1,4 @@
-"""What a rank's forward passes take, and how far they are."""
+"""Progress and prefill times of a rank's forward passes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from ...worker.runtime import Event, Stream
 from ..transport import TaskKind
 
 EVERY_S = 0.02
-"""News of passes alone are told at most so often: passes of a small model take a millisecond."""
+"""Least time between two reports of progress alone: passes of a small model take a millisecond."""
 
 IDLE_EVERY_S = 0.25
-"""A rank that is idle says so again: what the engine was not sure of may have been decided since."""
+"""Time between two reports of an idle rank. The engine may need the repetition to decide about newer slots."""
 
 
 class PassTracker:
-    """FastDeploy sends no message for a decode pass. So passes are told by time: a slot that was free at a time, and
-    that no row wrote to any more once the rank had taken a certain step, is quiet when every pass from before has
-    ended on the device. Never waits. Not thread-safe: the worker's event loop uses it.
+    """Reports by time which passes have ended, because FastDeploy sends no message for a decode pass.
+
+    A slot is quiet when it was free at a time, no row writes to it after the rank took a certain step, and every
+    earlier pass has ended on the device. Never waits. Not thread-safe: the worker's event loop uses it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,15 +37,15 @@ class PassTracker:
         self._step = step
 
     def submitted(self, event: Event | None = None) -> None:
-        """A pass was submitted: `event` comes when it has ended, and all before it. None: they have."""
+        """`event` is done when this pass and all earlier ones have ended. None: they have."""
         self._running.append((event, PassProgress(self._step, self._clock())))
 
     def forget(self) -> None:
-        """Every pass has ended: the tensors are about to go."""
+        """Drop all passes: they have ended, and the tensors are about to be freed."""
         self._running.clear()
 
     def news(self, *, is_idle: bool) -> PassProgress | None:
-        """What the engine should be told now, None for nothing. `is_idle`: no row computes before a batch arrives."""
+        """Progress to report now, or None. `is_idle`: no row computes before the next batch arrives."""
         while self._running:
             event, progress = self._running[0]
             if event is not None and not event.done():
@@ -68,18 +69,17 @@ Chunks = list[tuple[int, int]]
 
 
 class PrefillTimer:
-    """Between two events on the compute stream. A pass that waits for copies layer by layer is left out: on a device
-    nobody knows how long it waited. Nor does anything here wait. Not thread-safe: the worker's event loop uses it.
+    """Measures prefill passes between two events on the compute stream. A pass that waits for copies layer by layer
+    is left out, because its waits cannot be subtracted. Never waits. Not thread-safe: the worker's event loop uses it.
     """
 
     def __init__(self) -> None:
         self._announced: dict[int, tuple[int, int]] = {}
-        """By row: tokens `[start, end)` that the next pass computes of its prompt."""
+        """By row: tokens `[start, end)` of its prompt that the next pass computes."""
         self._open: tuple[Event, Chunks] | None = None
         self._running: deque[tuple[Event, Event, Chunks]] = deque()
 
     def received(self, tasks: Iterable[Any]) -> None:
-        """A batch has arrived."""
         for task in tasks:
             kind = task.task_type.value
             if kind == TaskKind.PREFILL:
@@ -88,26 +88,24 @@ class PrefillTimer:
                 self._announced.pop(task.idx, None)
 
     def begin(self, stream: Stream, *, waits_inside: bool) -> None:
-        """A pass is about to be submitted; what it waits for before its first layer is on the stream already."""
+        """Call before the pass is submitted, after its waits for the first layer are on the stream."""
         chunks = list(self._announced.values())
         self._announced.clear()
         self._open = (stream.record_event(timed=True), chunks) if chunks and not waits_inside else None
 
     def end(self, stream: Stream) -> None:
-        """It was submitted."""
         if self._open is not None:
             started, chunks = self._open
             self._running.append((started, stream.record_event(timed=True), chunks))
             self._open = None
 
     def forget(self) -> None:
-        """The tensors are about to go."""
         self._announced.clear()
         self._open = None
         self._running.clear()
 
     def take(self) -> tuple[PrefillTime, ...]:
-        """The passes that have ended since the last call, in order."""
+        """Prefill passes that ended since the last call, in order."""
         ended = []
         while self._running and self._running[0][1].done():
             started, finished, chunks = self._running.popleft()

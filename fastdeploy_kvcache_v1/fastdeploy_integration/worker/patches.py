@@ -1,4 +1,4 @@
-"""Patches of the GPU worker. Thin on purpose: decisions are in `WorkerCache`, layouts in `backends`."""
+"""Patches of the GPU worker. They are thin: decisions are in `WorkerCache`, layouts in `backends`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 COUNTER = "_kvcache_v1_counter"
-"""Attribute of a `ForwardMeta`: whose layers the attention of this pass waits for."""
+"""Attribute of a `ForwardMeta`: the `LayerDoneCounter` that this pass's attention waits for."""
 
 _worker_cache: WorkerCache | None = None
 
 
 def worker_cache() -> WorkerCache:
-    """The one of this process: a worker process has one model runner."""
+    """The `WorkerCache` of this process. A worker process has one model runner."""
     assert _worker_cache is not None, "the model runner has not been made yet"
     return _worker_cache
 
 
 def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `GPUModelRunner.__init__`: the proposer it makes asks for our cache, so ours comes first."""
+    """Wraps `GPUModelRunner.__init__`. Our cache is made first: the proposer that FastDeploy makes asks for it."""
     global _worker_cache
     overlay.active().require_complete(Where.WORKER)
     config = kwargs["fd_config"] if "fd_config" in kwargs else args[0]
@@ -50,8 +50,8 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     )
     num_host_blocks = int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0
     if num_host_blocks:
-        # Now the GPU is nearly empty, so other processes have room there to try the copies, and they are gone before
-        # FastDeploy looks how much of it is free. Behind the load of the model there may be none.
+        # The trial of copies runs in other processes, which need room on the GPU and must be gone before FastDeploy
+        # measures its free memory. Once the model is loaded there may be no room.
         trial.rates_of(_current_device(), _row_bytes(config, envs.FD_ATTENTION_BACKEND))
     _worker_cache = WorkerCache(
         num_host_blocks=num_host_blocks,
@@ -73,7 +73,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _row_bytes(config: Any, attention_backend: str) -> list[int]:
-    """Of each role, as the engine computes them. Empty where it does not know either: the tensors will tell."""
+    """Row bytes of each role, as the engine computes them. Empty if unknown before the tensors are made."""
     try:
         return [role.block_bytes for role in host_layout(config, attention_backend).roles]
     except ConfigError:
@@ -91,42 +91,42 @@ def _current_device() -> int:
 
 
 def _enter_current_device() -> None:
-    """In a thread: it starts with the first device of the process as its own."""
+    """Set the device of a new thread, which starts with the first device of the process."""
     use_device(_current_device())
 
 
 def insert_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `GPUModelRunner.insert_tasks_v1`: copies start before anything else of the batch."""
+    """Wraps `GPUModelRunner.insert_tasks_v1`: the batch's copies start first."""
     worker_cache().receive(kwargs["req_dicts"] if "req_dicts" in kwargs else args[0])
     return wrapped(*args, **kwargs)
 
 
 def execute_model(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `GPUModelRunner.execute_model`: when it returns, the pass has been submitted."""
+    """Wraps `GPUModelRunner.execute_model`. When it returns, the pass has been submitted."""
     result = wrapped(*args, **kwargs)
     worker_cache().end_forward()
     return result
 
 
 def execute_model_or_idle(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As `execute_model`, of a release whose idle worker goes on calling it, and then counts no tokens."""
+    """As `execute_model`, for a release whose idle worker goes on calling it, with a token count of 0."""
     result = wrapped(*args, **kwargs)
     worker_cache().end_forward(is_idle=instance.current_launch_token_num == 0)
     return result
 
 
 def not_need_stop(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `GPUModelRunner.not_need_stop`, which an idle worker of 2.5 asks again and again, and nothing else."""
+    """Wraps `GPUModelRunner.not_need_stop`, the only method that an idle worker of 2.5 calls, in a loop."""
     is_busy = wrapped(*args, **kwargs)
-    if not is_busy:  # with overlapping passes a row may have begun since that was written down
+    if not is_busy:  # with overlapping passes, a row may have begun since
         worker_cache().report_while_idle(is_idle=not instance.enable_overlap_schedule)
     return is_busy
 
 
 def initialize_forward_meta(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `GPUModelRunner.initialize_forward_meta`, which knows how the pass will run.
+    """Wraps `GPUModelRunner.initialize_forward_meta`, which decides how the pass runs.
 
-    Captured and static graphs do not run the Python of attention layers: they wait for all layers at once.
+    Captured and static graphs skip the Python code of attention layers, so they wait for all layers at once.
     """
     wrapped(*args, **kwargs)
     if kwargs.get("is_dummy_or_profile_run", args[0] if args else False):
@@ -137,7 +137,7 @@ def initialize_forward_meta(wrapped: Wrapped, instance: Any, args: Args, kwargs:
 
 
 def initialize_draft_forward_meta(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `MTPProposer._initialize_forward_meta`: draft layers come after the main model's, in one swap-in."""
+    """Wraps `MTPProposer._initialize_forward_meta`. One swap-in has the main model's layers, then the draft's."""
     wrapped(*args, **kwargs)
     cache = worker_cache()
     if _argument(args, kwargs, 1, "is_dummy_run", False) or (counter := cache.current_counter) is None:
@@ -153,7 +153,7 @@ def _argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any
 
 
 def split_batch(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `split_batch_decoder_layers`: half batches wait for what the whole one would have waited for."""
+    """Wraps `split_batch_decoder_layers`: each half batch waits for the copies of the whole batch."""
     halves = wrapped(*args, **kwargs)
     whole = _argument(args, kwargs, 0, "forward_meta", None)
     if getattr(whole, PREFIX, None) is not None:
@@ -165,9 +165,9 @@ def split_batch(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def make_attention_forward(original: Wrapped) -> Wrapped:
-    """Replaces `Attention.forward`. A plain function: this runs per layer, and graph compilers look into it.
+    """Replaces `Attention.forward` by a plain function, because it runs per layer and graph compilers read it.
 
-    A cached prefix is read behind the wait, by the backend, which does not know the layer by itself.
+    The backend reads a cached prefix after the wait. It learns the layer from `prefix.layer`.
     """
 
     def forward(
@@ -192,8 +192,8 @@ def make_attention_forward(original: Wrapped) -> Wrapped:
 
 
 def make_indexer_forward(original: Wrapped) -> Wrapped:
-    """Replaces `Indexer.forward`, which reads its cache before the layer's attention runs. What it takes beside the
-    forward meta depends on the release, and the table's row says it.
+    """Replaces `Indexer.forward`, which reads its cache before the layer's attention runs. Its other parameters depend
+    on the release; the patch table names them.
     """
 
     def forward(self: Any, forward_meta: Any, *inputs: Any, **named: Any) -> Any:
@@ -209,7 +209,7 @@ def make_indexer_forward(original: Wrapped) -> Wrapped:
 
 
 def make_initialize_kv_cache(original: Wrapped) -> Wrapped:
-    """Replaces `GPUModelRunner.initialize_kv_cache`: the worker makes its tensors itself, waiting for no process."""
+    """Replaces `GPUModelRunner.initialize_kv_cache`: the worker makes its tensors and waits for no other process."""
 
     def initialize_kv_cache(self: Any, profile: bool = False) -> None:
         import paddle
@@ -256,7 +256,7 @@ def make_initialize_draft_kv_cache(original: Wrapped) -> Wrapped:
 def _make_tensors(
     runner: Any, part: str, num_blocks: int, *, quant_type: str | None, rank: int, first_layer: int, keep: bool
 ) -> dict[str, Any]:
-    """`keep`: register them; tensors of the profiling run are not kept."""
+    """`keep`: False for the profiling run, whose tensors are not registered."""
     backend, num_layers = runner.attn_backends[0], runner.model_config.num_hidden_layers
     dtype = runner.model_config.dtype
     tensors: dict[str, Any] = backend.create_kv_cache(
@@ -279,7 +279,7 @@ def _quant_type(quant_config: Any) -> str | None:
 
 
 def make_clear_cache(original: Wrapped) -> Wrapped:
-    """Replaces `GPUModelRunner.clear_cache`: copies end, its tensors are given back, and no process is waited for."""
+    """Replaces `GPUModelRunner.clear_cache`: waits for copies, frees the tensors, and waits for no other process."""
 
     def clear_cache(self: Any, profile: bool = False) -> None:
         import paddle

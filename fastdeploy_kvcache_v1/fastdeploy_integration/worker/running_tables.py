@@ -1,8 +1,8 @@
-"""RunningTables: which device slots the next forward pass reads, and which it may write.
+"""RunningTables: the device slots that the next forward pass reads, and those that it may write.
 
-The length of a row that decodes lives on the device. The host knows what bounds it. From below: a row is not shorter
-than what the engine has received of it, which rides on every batch, nor than its chunks that passes have computed.
-From above: a pass adds at most one token and the draft tokens to a row. Why both are safe: docs/develop/decisions.md.
+The length of a decoding row is on the device. The host knows two bounds. Lower bound: the tokens that the engine has
+received, which every batch carries, and the chunks that passes have computed. Upper bound: a pass adds at most one
+token and the draft tokens to a row. Why both are safe: docs/develop/decisions.md.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..transport import RunningRow, TaskKind
 Numbers = npt.NDArray[np.int64]
 
 _UNKNOWN_LENGTH = 1 << 40
-"""Longer than any table."""
+"""Tokens: longer than any block table."""
 
 _ENDED = -1
-"""Instead of a length: the engine does not name the row any more."""
+"""In place of a length: the engine no longer names the row."""
 
 _LOW, _STOP, _PER_PASS, _BLOCKS = range(4)
-"""What is known of a row, as places in `RunningTables._numbers`. Positions are tokens from the start of the sequence.
+"""Rows of `RunningTables._numbers`. Positions are tokens from the start of the sequence.
 
-The next pass writes in `[low, stop)`. Each pass moves `stop` by `per_pass`, which is 0 until the row's chunk was
-computed. Its table has so many blocks.
+The next pass writes in `[low, stop)`. Each pass moves `stop` by `per_pass`, which is 0 until the row's chunk is
+computed. `blocks`: length of the row's block table.
 """
 
 
@@ -42,7 +42,7 @@ class _Row:
         self.slots = slot_set(table)
 
     def take(self, table: list[int]) -> int:
-        """FastDeploy gives a longer table whole. Returns how many blocks of the old one it begins with: all or 0."""
+        """Replace the table. Returns the length of the old table if the new one starts with it, else 0."""
         known = len(self.table)
         if table[:known] != self.table:
             known = 0
@@ -55,37 +55,37 @@ class _Row:
 class RunningTables:
     """Block tables and lengths of the rows of the running batch. Not thread-safe.
 
-    `draft_tokens`: how many tokens a pass may write beyond the one it is sure of; 0 without speculative decoding.
-    What every pass asks is kept in arrays, so that it costs some microseconds and not some for each row.
+    `draft_tokens`: tokens that a pass may write beyond the certain one; 0 without speculative decoding.
+    Arrays hold what every pass needs, so that its cost does not grow with the rows.
     """
 
     def __init__(self, block_size: int, draft_tokens: int = 0) -> None:
         self._block_size = block_size
         self._tokens_per_pass = 1 + draft_tokens
-        # Verification writes the draft tokens, and the draft model goes on from the last accepted one. FastDeploy wants
-        # a block for 2 * draft_tokens + 2 tokens ahead before it runs a row. It starts its draft model over at what the
-        # pass before verified.
+        # Verification writes the draft tokens, and the draft model continues from the last accepted one: FastDeploy
+        # allocates 2 * draft_tokens + 2 tokens ahead. Its draft model restarts at the tokens that the previous pass
+        # verified.
         self._reach = 2 * draft_tokens + 3 if draft_tokens else 1
         self._reach_back = self._tokens_per_pass if draft_tokens else 0
         self._rows: dict[int, _Row] = {}
         self._extended: dict[int, SlotSet] = {}
-        """Slots of the extend tasks of a row."""
+        """By row: slots of its extend tasks."""
         self._numbers: Numbers = np.zeros((4, 0), np.int64)
-        """One column per row of the batch, see `_LOW`."""
+        """int64 [4, rows]: see `_LOW`."""
         self._chunks: dict[int, tuple[int, int]] = {}
-        """Rows whose chunk the next pass computes: where they may write after it, from below and from above."""
+        """By row whose chunk the next pass computes: bounds of its next write position after that pass."""
         self._tables: Numbers = np.zeros((0, 0), np.int64)
-        """`[row, block]`: slots; behind a row's table anything."""
+        """int64 [rows, blocks]: slots. Entries behind the end of a row's table are undefined."""
         self._read: SlotSet | None = NO_SLOTS
         self._written: SlotSet | None = None
-        """What `read` and `written` say until something changes; None when it has to be found out."""
+        """Results of `read` and `written`; None: compute anew."""
 
     def update(self, tasks: Iterable[Any]) -> None:
-        """Take over what a batch says. O(blocks of its tasks)."""
+        """Apply the tasks of a batch. O(blocks of its tasks)."""
         self._written = None
         for task in tasks:
             kind = task.task_type.value
-            if kind == TaskKind.DECODE:  # the most frequent one: a row that goes on reads more than before
+            if kind == TaskKind.DECODE:  # the most frequent kind: the row only gains blocks
                 row = self._row(task.idx)
                 known = row.take(list(map(int, task.block_tables)))
                 self._keep(task.idx, row.table, known)
@@ -105,13 +105,13 @@ class RunningTables:
                 self._forget(task.idx)
 
     def _row(self, index: int) -> _Row:
-        """Of one that was never announced nothing is known but its table."""
+        """A row that was never announced has unknown bounds: only its table limits it."""
         if index not in self._rows:
             self._begin(index, [], start=0, end=_UNKNOWN_LENGTH, low=0)
         return self._rows[index]
 
     def _begin(self, index: int, table: list[int], *, start: int, end: int, low: int) -> None:
-        """The next pass computes `[start, end)`, and no later one writes before `low`."""
+        """The next pass computes tokens `[start, end)`. No later pass writes before `low`."""
         self._forget(index)
         self._rows[index] = _Row(table)
         self._keep(index, table, 0)
@@ -123,7 +123,7 @@ class RunningTables:
         self._extended.pop(index, None)
 
     def _keep(self, index: int, table: list[int], known: int) -> None:
-        """The arrays' part of a table whose first `known` blocks they have."""
+        """Copy a table to the arrays, which hold its first `known` blocks already."""
         num_rows, num_blocks = self._tables.shape
         if index >= num_rows or len(table) > num_blocks:
             more_rows = max(0, 2 * (index + 1) - num_rows) if index >= num_rows else 0
@@ -134,10 +134,9 @@ class RunningTables:
         self._numbers[_BLOCKS, index] = len(table)
 
     def hear(self, running: Iterable[RunningRow]) -> None:
-        """What the engine knew of its rows when it sent the batch that was just taken: a row that is missing has ended
-        on the device, because the engine heard so, and its slots may be anybody's.
-
-        What it says is older than a chunk that this very batch brought.
+        """Apply the engine's knowledge of its rows at the time it sent the latest batch. A row that is missing has
+        ended on the device, and its slots may belong to another row. This knowledge is older than that
+        batch's chunks.
         """
         self._written = None
         rows = self._indices()
@@ -152,7 +151,6 @@ class RunningTables:
             self._read = None
 
     def pass_submitted(self) -> None:
-        """A pass is on the compute stream."""
         self._written = None
         self._numbers[_STOP] += self._numbers[_PER_PASS]
         for index, (low, end) in self._chunks.items():
@@ -164,7 +162,7 @@ class RunningTables:
         return np.fromiter(self._rows, np.int64, len(self._rows))
 
     def written(self) -> SlotSet:
-        """Slots that the next pass may write. O(rows, and blocks between what is known of a row's length)."""
+        """Slots that the next pass may write. O(rows + blocks between the bounds of each row)."""
         if self._written is None:
             rows = self._indices()
             low, stop, _, num_blocks = self._numbers.take(rows, axis=1)
@@ -175,7 +173,7 @@ class RunningTables:
         return self._written
 
     def read(self) -> SlotSet:
-        """Slots that the next pass may read or write: all of the rows' tables."""
+        """Slots that the next pass may read or write: the rows' whole tables."""
         if self._read is None:
             self._read = NO_SLOTS.union(*(row.slots for row in self._rows.values()), *self._extended.values())
         return self._read
@@ -188,6 +186,6 @@ class RunningTables:
 
 
 def ranges(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The numbers of `[firsts[i], firsts[i] + counts[i])`, one range behind the other, int64."""
+    """Concatenated ranges `[firsts[i], firsts[i] + counts[i])`, int64."""
     ends = np.cumsum(counts)
     return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)

@@ -1,4 +1,4 @@
-"""The storage tier's end in a worker rank."""
+"""The storage tier in a worker rank."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ..settings import storage_address, storage_settings
 
 
 class RankStorage(ABC):
-    """Moves blocks of one rank to and from the store, on threads of its own. The worker's event loop uses it."""
+    """Moves blocks of one rank to and from the store on its own threads. Only the worker's event loop calls it."""
 
     host_trailer_bytes = 0
-    """Behind each host slot, for what the store adds to a block."""
+    """Bytes behind each host slot for the store's seal of a block."""
     host_is_shared = False
-    """Other processes map the host tier."""
+    """True: other processes map the host tier."""
     uses_device_tier = False
-    """Blocks go from and to the device tier: the engine has to know when passes have ended."""
+    """True: blocks go from and to the device tier, so the engine must know when passes have ended."""
 
     @abstractmethod
     def use(self, controller: CacheController) -> None:
-        """The tiers have memory."""
+        """Call once the tiers have memory."""
 
     @abstractmethod
     def let_go(self) -> bool:
-        """The tiers are about to lose their memory. False if that of the host tier must stay."""
+        """Call before the tiers lose their memory. Returns False if the host tier's memory must stay."""
 
 
 class HostStorage(RankStorage):
@@ -56,12 +56,11 @@ class HostStorage(RankStorage):
         self._agent.use(pool.memory_of_slot, memory, partial(controller.transfers.refilled, level=CacheLevel.HOST))
 
     def let_go(self) -> bool:
-        """See `StorageAgent.let_go`."""
         return self._agent.let_go()
 
 
 class DeviceStorage(RankStorage):
-    """Blocks go from and to the device tier, or only their names go to the store."""
+    """Blocks go from and to the device tier. With flush-only, only their names go to the store."""
 
     def __init__(self, settings: StorageSettings, agent: AttentionStoreAgent) -> None:
         self.uses_device_tier = not settings.flush_only
@@ -78,7 +77,7 @@ class DeviceStorage(RankStorage):
         )
 
     def let_go(self) -> bool:
-        """The agent keeps the tensors itself where it must; the host tier is none of its business."""
+        """The agent itself keeps the tensors if it must. It does not use the host tier."""
         self._agent.let_go()
         return True
 
@@ -86,7 +85,7 @@ class DeviceStorage(RankStorage):
 def rank_storage(
     config: Any, *, device_id: int = 0, on_gpu: bool = False, enter_thread: Callable[[], None] = lambda: None
 ) -> RankStorage | None:
-    """Of the rank that an `FDConfig` describes; None without storage, prefix caching, or the tier that it needs.
+    """Storage of the rank that an `FDConfig` describes. None without storage, prefix caching, or the tier it needs.
 
     `enter_thread`: called in each thread that uses the device.
     """

@@ -1,4 +1,4 @@
-"""What a worker rank keeps: the controller over its cache tensors, and which copies the next forward pass waits for."""
+"""WorkerCache: the cache tensors of a worker rank, their copies, and what each forward pass waits for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAIN, DRAFT = "main", "draft"
 
 
 class OffsetCounter:
-    """What a pass waits for, for a draft model, whose layers count from 0 again."""
+    """A `LayerDoneCounter` for a draft model, whose layers are numbered from 0 again."""
 
     def __init__(self, counter: LayerDoneCounter, first_layer: int) -> None:
         self._counter = counter
@@ -38,15 +38,14 @@ class OffsetCounter:
 
 
 class WorkerCache:
-    """Not thread-safe: the worker's event loop uses it.
+    """Controller over the cache tensors of one rank. Not thread-safe: the worker's event loop uses it.
 
-    Tensors are registered in parts, because FastDeploy makes those of a draft model apart and in either order; the
-    controller is made when the last part is there, and with it the host tier. `make_runtime` is called then, in the
-    process that computes. `keep_host_memory`: it stays allocated, its content void, while tensors are dropped and made
-    again.
-    `expected_block_bytes`: what the engine sized the host tier by. `draft_tokens`: see `RunningTables`.
-    `tell_copies` takes what became of copies, once per step. `storage` moves blocks to and from the store; where these
-    are device blocks, there is a controller without a host tier as well, and it is told how far passes are.
+    FastDeploy makes the tensors of main and draft model separately, in either order. The controller and the host tier
+    are made, and `make_runtime` is called, once the last part is registered. `expected_block_bytes`: block size by
+    which the engine sized the host tier. `keep_host_memory`: host memory stays allocated, without content, while
+    tensors are dropped and made anew. `tell_copies` takes the results of copies once per step. `storage` moves blocks
+    to and from the store; if it uses device blocks, there is a controller even without a host tier, and reports carry
+    the progress of passes. `draft_tokens`: see `RunningTables`.
     """
 
     def __init__(
@@ -75,26 +74,26 @@ class WorkerCache:
         self._storage = storage
         self._passes = PassTracker(clock) if storage is not None and storage.uses_device_tier else None
         self._timer = PrefillTimer() if num_host_blocks else None
-        """What it measures decides what is loaded from the host."""
+        """Its times decide whether blocks are loaded from the host or computed."""
         self._registered: dict[str, tuple[CacheLayout, dict[str, Any], int]] = {}
         self._runtime: Runtime | None = None
         self._controller: CacheController | None = None
         self._idle: CacheController | None = None
-        """A controller whose tensors are gone, kept because it keeps host memory."""
+        """A controller without tensors, kept for its host memory."""
         self._inbox = SwapInbox()
         self._tables = RunningTables(block_size, draft_tokens)
         self._counters: list[LayerDoneCounter] = []
         self._latest: LayerDoneCounter | None = None
-        """Of the step that arrived last. The slots of an earlier swap-in may have been evicted and given away since."""
+        """Counter of the latest step. Slots of an earlier swap-in may have been evicted and reused since."""
         self._running: tuple[SlotSet, SlotSet] | None = None
-        """Slots that the pass which has begun reads and writes."""
+        """Slots that the begun pass reads and writes."""
         self.current_counter: LayerDoneCounter | None = None
-        """What the running pass waits for layer by layer."""
+        """The counter that the running pass waits for layer by layer."""
 
     # ---- tensors
 
     def register(self, part: str, layout: CacheLayout, tensors: dict[str, Any], num_blocks: int) -> None:
-        """The tensors of one model exist. Raises `ConfigError` when the models' layouts do not go together."""
+        """Add the tensors of one model. Raises `ConfigError` if the layouts of main and draft model do not match."""
         if part in self._registered:
             self.unregister(part)
         self._registered[part] = (layout, tensors, num_blocks)
@@ -103,7 +102,7 @@ class WorkerCache:
             self._build()
 
     def unregister(self, part: str) -> None:
-        """FastDeploy is about to drop the tensors of one model: copies end first. The host tier's content is void."""
+        """Call before FastDeploy drops the tensors of one model. Waits for copies. The host tier loses its content."""
         self._registered.pop(part, None)
         self._counters.clear()
         self._latest = self.current_counter = self._running = None
@@ -136,7 +135,7 @@ class WorkerCache:
         compare(combined.block_bytes, self._expected_block_bytes, self._num_host_blocks)
 
     def _controller_for(self, layout: CacheLayout) -> CacheController:
-        """The idle one, with the host memory it keeps, unless blocks look different now."""
+        """The idle controller with its host memory if the layout is the same, else a new one."""
         if self._idle is not None and self._idle.layout == layout:
             return self._idle
         if self._idle is not None:
@@ -164,7 +163,7 @@ class WorkerCache:
     # ---- a step
 
     def receive(self, tasks: Sequence[Any]) -> None:
-        """A batch has arrived: start its copies. Raises `TransferError` when a batch before it was lost."""
+        """Start the copies of a batch. Raises `TransferError` if an earlier batch was lost."""
         steps, running = self._inbox.take(tasks), take_running(tasks)
         self._tables.update(tasks)
         if running is not None:
@@ -183,15 +182,15 @@ class WorkerCache:
             self._passes.taken(steps[-1].step)
 
     def begin_forward(self, *, layer_by_layer: bool) -> LayerDoneCounter | None:
-        """Before a forward pass: what it writes waits for copies that read it, and so do earlier swap-ins.
+        """Call before a forward pass. Makes it wait for copies that read slots it writes, and for earlier swap-ins.
 
-        Returns what the pass waits for itself, layer by layer, or None when nothing is left to wait for.
+        Returns the counter that the pass must wait for layer by layer, or None.
         """
         if self._controller is None:
             return None
         writes = self._tables.written()
         reads = self._tables.read()
-        if self._running is not None:  # a pass that was begun and never ended may have been submitted all the same
+        if self._running is not None:  # a pass that was begun but never ended may have been submitted
             reads, writes = reads | self._running[0], writes | self._running[1]
         self._running = reads, writes
         layered = self._latest if layer_by_layer else None
@@ -200,7 +199,7 @@ class WorkerCache:
                 counter.wait_all()
         waits: LayerDoneCounter | None = layered
         if self._controller.transfers.num_unreported:
-            # A slot that is swapped in for this pass may be one that a row wrote whose end is not known yet.
+            # A slot swapped in for this pass may still count as written by a row whose end is not known yet.
             late = writes if layered is None else writes - layered.target_slots
             waits = self._controller.transfers.before_compute(NO_SLOTS, late, counter=layered, by_layer=layer_by_layer)
         if self._timer is not None and self._runtime is not None:
@@ -209,12 +208,11 @@ class WorkerCache:
         return waits
 
     def end_forward(self, *, is_idle: bool = False) -> None:
-        """After a step: later copies wait for what it computes. `is_idle`: it had no row to compute, and none will have
-        before the next batch.
+        """Call after a step: later copies wait for its pass. `is_idle`: no row computes before the next batch.
 
-        Raises `TransferError` when a copy into the device failed, because a block without its content must never be
-        read. One into the host tier only costs its blocks there: a copy back of them fails, unless the engine hears of
-        it first and asks for none.
+        Raises `TransferError` if a copy to the device failed: a block without its content must never be read. A failed
+        copy to the host tier only loses its blocks there. A copy back of such blocks fails, unless the engine learns of
+        the failure first and asks for none.
         """
         if self._controller is None:
             return
@@ -223,7 +221,7 @@ class WorkerCache:
             layered, self.current_counter = self.current_counter, None
             self._counters.clear()
             self._latest = None
-            if layered is not None:  # a step without tokens, or without its draft model, runs no layer that waits
+            if layered is not None:  # a step without tokens, or without its draft model, has run no layer that waits
                 layered.wait_all()
             if self._timer is not None and self._runtime is not None:
                 self._timer.end(self._runtime.compute_stream)
@@ -235,9 +233,7 @@ class WorkerCache:
         self._report(is_idle)
 
     def report_while_idle(self, *, is_idle: bool = True) -> None:
-        """No pass is coming that would tell what became of copies, and of passes: tell it now. `is_idle`: see
-        `end_forward`. Raises as that.
-        """
+        """Report copies and passes while no pass is coming. `is_idle` and errors: see `end_forward`."""
         if self._controller is not None and (self._controller.transfers.num_unreported or self._passes is not None):
             self._report(is_idle)
 
