@@ -140,6 +140,18 @@ def test_signal_while_streaming_answers_and_leaves_nothing(tmp_path, number):
         assert "Traceback" not in running.stderr
 
 
+def test_second_signal_ends_a_server_in_order(tmp_path):
+    with started(tmp_path, *SMALL) as running, running.client() as client:
+        stream = client.completions.create(model="random-tiny", prompt="go on", stream=True, **ENDLESS)
+        next(iter(stream))
+        running.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "a second signal refuses them" in running.stderr, "the first signal")
+        assert running.stop(signal.SIGINT) == 0, running.stderr
+        assert why_cut(stream) == "the server is shutting down"
+        assert "Traceback" not in running.stderr
+        assert "killing it" not in running.stderr
+
+
 def test_signal_while_starting_leaves_nothing(tmp_path):
     server = ServerProcess(tmp_path)
     try:
@@ -189,7 +201,7 @@ def test_a_stopped_worker_does_not_keep_its_server(tmp_path):
         running.worker.suspend()
         assert running.stop() == 0, running.stderr
         assert why_cut(stream) == "the server is shutting down"
-        assert "does not stop, killing it" in running.stderr
+        assert "did not end in time: killing it" in running.stderr
         running.assert_nothing_left()
 
 

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     prefills, decodes = ([_url(text) for text in texts] for texts in (args.prefill, args.decode))
     forwarder = Forwarder(prefills, decodes, read_secret(args.peer_secret_file), silence_s=args.silence)
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger(__package__).setLevel("INFO")
     try:
         family = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((args.host, args.port), family=family, backlog=512)
@@ -58,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     with listener:
         host, port = listener.getsockname()[:2]
         if not ipaddress.ip_address(host).is_loopback:
-            logger.warning("--host %s: whoever reaches this port may use the servers", args.host)
+            logger.warning(
+                "listening on %s: the router has no password, every machine that reaches it can use the servers",
+                args.host,
+            )
         counts = f"{len(prefills)} prefill and {len(decodes)} decode servers"
         ready = f"Ready: http://{f'[{host}]' if ':' in host else host}:{port} sends requests to {counts}"
         HttpServer(forwarder, ready).run(sockets=[listener])

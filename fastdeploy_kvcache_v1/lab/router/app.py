@@ -62,6 +62,7 @@ class Server:
         """What the last look, or a connection, has shown; at first it is asked without one."""
         self.num_open = 0
         """Requests of this router that it is busy with."""
+        self._has_answered = False
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -72,10 +73,12 @@ class Server:
             self.num_open -= 1
 
     def found(self, answers: bool, reason: str) -> None:
-        """Note what was found, and tell the log of a change."""
+        """Note the outcome of a look or connection, and log a change. A server that is still starting is no fault."""
         if answers != self.answers:
-            self.answers = answers
-            logger.warning("%s %s", self.url, "answers" if answers else f"is left out until it answers: {reason}")
+            level = logging.WARNING if self._has_answered and not answers else logging.INFO
+            logger.log(level, "%s %s", self.url, "answers" if answers else f"does not answer, left out: {reason}")
+        self.answers = answers
+        self._has_answered = self._has_answered or answers
 
 
 def choose(servers: list[Server], without: Collection[Server] = ()) -> Server | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
+import time
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -12,11 +15,18 @@ from fastapi import FastAPI
 from .engine.engine import Engine
 from .settings import ServerConfig
 
+logger = logging.getLogger(__name__)
+
 GRACE_S = 4
 """After a signal, running requests have this long to end before they are answered with 503."""
 
 FORCE_S = GRACE_S + 2
 """After this long, connections are cut."""
+
+END_S = 8
+"""After a signal, the server has ended by then: `docker stop` kills it after 10 s."""
+
+SIGNAL_POLL_S = 0.05
 
 MAX_CONNECTIONS = 512
 """At the same time; uvicorn answers one more with 503."""
@@ -39,6 +49,9 @@ class HttpServer(uvicorn.Server):
     _ready: str
 
     def __init__(self) -> None:
+        self.ends_at: float | None = None
+        """By `time.monotonic`, once there was a signal."""
+        self._is_urgent = False
         super().__init__(
             uvicorn.Config(
                 "the one of run_app",
@@ -60,17 +73,36 @@ class HttpServer(uvicorn.Server):
         """End as after a signal. Any thread."""
         self.should_exit = True
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; a second signal refuses open requests at once. uvicorn's own handler would answer them with 500."""
+        self._is_urgent = self.should_exit
+        if not self.should_exit:
+            self.ends_at = time.monotonic() + END_S
+            self.should_exit = True
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
             print(self._ready, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        refuse = asyncio.get_running_loop().call_later(GRACE_S, self._engine.refuse, "the server is shutting down")
+        if (num_open := len(self.server_state.tasks)) and self.ends_at is not None:
+            logger.warning(
+                "stopping: open requests (%d) have %d s to end, then they get HTTP 503; a second signal refuses them",
+                num_open,
+                GRACE_S,
+            )
+        refusing = asyncio.create_task(self._refuse_late())
         try:
             await super().shutdown(sockets)
         finally:
-            refuse.cancel()
+            refusing.cancel()
+
+    async def _refuse_late(self) -> None:
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and not self._is_urgent:
+            await asyncio.sleep(SIGNAL_POLL_S)
+        self._engine.refuse("the server is shutting down")
 
 
 def ready_line(config: ServerConfig, address: tuple[str | int, ...], *, chats: bool) -> str:

@@ -105,7 +105,7 @@ def _serve(
     try:
         http.run_app(app, engine, listener, ready_line(config, listener.getsockname(), chats=chats))
     finally:
-        engine.close()
+        engine.close(http.ends_at)
     return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
 
 

@@ -133,7 +133,20 @@ async def test_a_server_that_cannot_be_reached_is_left_out_until_a_look_finds_it
     assert scene.answering() == {"p0", "p1", "d1"}
     assert scene.decodes[1].num_looks == 1
     (line,) = [each for each in caplog.messages if "left out" in each]
-    assert line.startswith(f"{scene.decodes[0].url} is left out until it answers: ")
+    assert line.startswith(f"{scene.decodes[0].url} does not answer, left out: ")
+
+
+def test_only_a_server_that_has_answered_before_is_a_warning(caplog):
+    caplog.set_level("INFO")
+    server = app.Server("http://d0")
+    for answers_now in (False, False, True, True, False, True):
+        server.found(answers_now, "why")
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("INFO", "http://d0 does not answer, left out: why"),
+        ("INFO", "http://d0 answers"),
+        ("WARNING", "http://d0 does not answer, left out: why"),
+        ("INFO", "http://d0 answers"),
+    ]
 
 
 async def test_a_server_answers_when_its_health_is_200_and_comes_in_time(scene, monkeypatch):
@@ -422,7 +435,7 @@ def test_who_listens_to_the_network_is_told(stopped, caplog, host, shown, is_tol
 
     status, printed = stopped(play, "--host", host)
     assert (status, printed.startswith(f"Ready: http://{shown}:")) == (0, True)
-    assert (f"--host {host}: whoever reaches this port may use the servers" in caplog.messages) == is_told
+    assert any(f"listening on {host}: the router has no password" in each for each in caplog.messages) == is_told
 
 
 REFUSALS = [

@@ -85,13 +85,13 @@ class Engine:
             future.set_exception(RuntimeError("the engine is stopped"))
         return future
 
-    def close(self) -> None:
-        """Fail what is open, stop the thread, stop the worker. Idempotent."""
+    def close(self, deadline: float | None = None) -> None:
+        """Fail what is open, stop the thread, stop the worker, which has until `deadline`. Idempotent."""
         self.refuse("the server is shutting down")
         self._post(self._request_stop)
         if self._thread.ident is not None:
             self._thread.join()
-        self._worker.close()
+        self._worker.close(deadline)
 
     def _post(self, action: Callable[[], None]) -> bool:
         with self._lock:

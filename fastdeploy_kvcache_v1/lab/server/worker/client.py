@@ -109,11 +109,15 @@ class ProcessWorkerClient:
         for rank in self._ranks:
             rank.send(batch)
 
-    def close(self) -> None:
-        """Stop the workers and free everything. No callback runs afterwards. Idempotent."""
+    def close(self, deadline: float | None = None) -> None:
+        """Stop the workers and free everything. No callback runs afterwards. Idempotent.
+
+        Workers drop the batch that they compute; at `deadline`, of `time.monotonic`, they are killed. Without one
+        they have `STOP_TIMEOUT_S`.
+        """
         for rank in self._ranks:
             rank.request_stop()
-        deadline = time.monotonic() + STOP_TIMEOUT_S  # for all of them together
+        deadline = deadline or time.monotonic() + STOP_TIMEOUT_S  # for all of them together
         for rank in self._ranks:
             rank.close(deadline)
         if self.storage is not None:

@@ -1,7 +1,8 @@
 """The worker process: model, caches and copies. `python -m fastdeploy_kvcache_v1.lab.server.worker.process`.
 
 Its arguments are the file descriptors of the pipe to the engine and of those to other ranks. It stops on the engine's
-`None`, dies with the engine process, and ignores SIGINT and SIGTERM: the engine decides when it ends.
+`None`, dies with the engine process, and ignores SIGINT and SIGTERM: the engine decides when it ends. SIGUSR1 drops
+the batch that it computes: the engine sends it with `None`, after every request was answered.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from multiprocessing.connection import Connection
+from types import FrameType
 
 from msgspec.structs import replace
 
@@ -26,6 +29,7 @@ from ...child_processes import die_with_parent
 from ...model import configure_reproducible_math, load_model
 from ...model.copy_faults import VARIABLE, make_runtime
 from ...model.ranks import Ranks, inherited_pipes
+from ...model.step import StepResult
 from ...model.step_runner import StepRunner
 from .messages import WorkerLaunch, WorkerReady
 from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
@@ -43,8 +47,41 @@ LIBGOMP = "libgomp.so.1"
 END_OF_GROUP_S = 10.0
 """So long a rank that lost another one waits to be stopped. The engine should tell of the one that ended first."""
 
+SAME_STOP_S = 0.5
+"""Between the stops of two ranks, at most."""
+
+
+class BatchDroppedError(BaseException):
+    """The engine needs no answer any more. No `except Exception` on the way takes it for a failed batch."""
+
+
+class Stop:
+    """Handler of SIGUSR1, on the main thread."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self._is_computing = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.was_asked = True
+        if self._is_computing:
+            self._is_computing = False
+            raise BatchDroppedError
+
+    def compute(self, runner: StepRunner, batch: BatchRequest) -> StepResult:
+        """Raises `BatchDroppedError` once the signal has arrived."""
+        if self.was_asked:
+            raise BatchDroppedError
+        self._is_computing = True
+        try:
+            return runner.run(batch)
+        finally:
+            self._is_computing = False
+
 
 def main() -> int:
+    stop = Stop()
+    signal.signal(signal.SIGUSR1, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link, *peers = inherited_pipes(sys.argv[1:])
@@ -57,10 +94,10 @@ def main() -> int:
     )
     agent = make_agent(launch.config.storage, launch.storage_addresses, launch.rank)
     ranks = Ranks(launch.rank, peers, size=launch.config.tensor_parallel_size)  # the engine notices when one ends
-    return _serve(launch, link, ranks, agent)
+    return _serve(launch, link, ranks, agent, stop)
 
 
-def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgent | None) -> int:
+def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgent | None, stop: Stop) -> int:
     try:
         runner, controller, transfers = _build(launch, ranks)
         if agent is not None:
@@ -74,12 +111,16 @@ def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgen
     info = None if transfers is None else RankInfo(transfers.port, transfers.plane_address, transfers.geometry)
     link.send(WorkerReady(controller.copies, info))
     try:
-        _loop(runner, link, transfers)
+        _loop(runner, link, transfers, stop)
         controller.transfers.drain(DRAIN_TIMEOUT_S)
+    except BatchDroppedError:
+        pass
     except RankGroupError as error:
-        logger.error("rank %d cannot go on: %s", launch.rank, error)
-        link.poll(END_OF_GROUP_S)
-        return 1
+        time.sleep(SAME_STOP_S)  # the other rank may have been stopped just before this one
+        if not stop.was_asked:
+            logger.error("rank %d cannot go on: %s", launch.rank, error)
+            link.poll(END_OF_GROUP_S)
+            return 1
     finally:
         if transfers is not None:
             transfers.close()
@@ -140,14 +181,14 @@ def _import_paddle() -> None:
         raise ConfigError(f"paddle cannot be loaded ({error}): apt-get install libgomp1") from None
 
 
-def _loop(runner: StepRunner, link: Connection, transfers: RankTransfers | None = None) -> None:
+def _loop(runner: StepRunner, link: Connection, transfers: RankTransfers | None, stop: Stop) -> None:
     """Answer batches until the engine says `None`; between them, tell it how open copies, leases and fetches ended."""
     while True:
         if link.poll(_patience_s(runner.has_open_copies, transfers)):
             batch: BatchRequest | None = link.recv()
             if batch is None:
                 return
-            link.send(runner.run(batch))
+            link.send(stop.compute(runner, batch))
         elif (report := runner.take_report()).transfers:
             link.send(report)
         if transfers is not None:

@@ -84,10 +84,11 @@ class RankProcess:
         self._send(batch)
 
     def request_stop(self) -> None:
-        """It ends once it has answered what it was sent, and what is told of its end is expected."""
+        """It drops the batch that it computes and ends; its end is expected."""
         self._closing.set()
         if self._is_ready:
             self._send(None)
+            self._process.send_signal(signal.SIGUSR1)
         else:
             self._process.kill()  # while it starts it has nothing to finish, and reads no messages
 
@@ -146,7 +147,7 @@ def _wait_or_kill(process: subprocess.Popen[bytes], deadline: float) -> int:
     """Its exit status."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(max(deadline - time.monotonic(), 0))
-    logger.warning("worker process %d does not stop, killing it", process.pid)
+    logger.warning("worker process %d did not end in time: killing it", process.pid)
     process.kill()
     try:
         return process.wait(STOP_TIMEOUT_S)

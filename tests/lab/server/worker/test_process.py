@@ -1,4 +1,7 @@
-"""The worker's loop between two batches."""
+"""The worker's loop between two batches, and how a batch is dropped."""
+
+import os
+import signal
 
 import pytest
 
@@ -41,8 +44,50 @@ def test_ended_copies_are_waited_for_until_they_are_reported():
         return WorkerReport()
 
     idle.take_report = take_report
-    _loop(idle, idle)
+    _loop(idle, idle, None, process.Stop())
     assert idle.waits == [OPEN_COPIES_POLL_S, OPEN_COPIES_POLL_S, None]
+
+
+class Computing:
+    """A runner whose batches take until a signal, if there is one."""
+
+    def __init__(self, *signals):
+        self.signals = signals
+        self.num_ended = 0
+
+    def run(self, batch):
+        try:
+            for number in self.signals:
+                os.kill(os.getpid(), number)
+        except Exception:
+            pytest.fail("an edge in the runner took the stop for a failed batch")
+        self.num_ended += 1
+        return batch
+
+
+@pytest.fixture
+def stop():
+    stop = process.Stop()
+    before = signal.signal(signal.SIGUSR1, stop)
+    yield stop
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_stop_signal_drops_the_batch_that_is_computed_and_all_later_ones(stop):
+    runner = Computing(signal.SIGUSR1)
+    for _ in range(2):
+        with pytest.raises(process.BatchDroppedError):
+            stop.compute(runner, "batch")
+    assert runner.num_ended == 0
+
+
+def test_stop_signal_between_batches_interrupts_nothing_but_the_next_one(stop):
+    runner = Computing()
+    assert stop.compute(runner, "batch") == "batch"
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(process.BatchDroppedError):
+        stop.compute(runner, "batch")
+    assert runner.num_ended == 1
 
 
 def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_server(monkeypatch):
