@@ -15,7 +15,7 @@ __all__ = ["Finding", "missing_libraries", "needed_by"]
 MODULES = {
     "": ("msgspec", "numpy", "psutil", "pyroaring", "tomli", "tqdm", "wrapt"),
     "embedded": (
-        "PIL", "anyio", "fastapi", "filelock", "gguf", "httpx", "paddle", "prometheus_client", "pydantic",
+        "PIL", "anyio", "fastapi", "filelock", "gguf", "httpx2", "paddle", "prometheus_client", "pydantic",
         "safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "xxhash", "yaml", "zmq",
     ),
     "demo": ("matplotlib", "rich"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
-import httpx
 import msgspec
 
 from ..contract.extras import Finding
@@ -37,7 +39,7 @@ def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret:
             try:
                 infos[role][url] = info = _ask(url, role)
                 yield _reach(url, info, secret)
-            except (KVCacheError, httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, OSError, EOFError) as error:
+            except (KVCacheError, HTTPException, ValueError, msgspec.MsgspecError, OSError, EOFError) as error:
                 detail = " ".join(str(error).split()) or type(error).__name__
                 yield Finding(False, f"{role} server {url}", detail)
     for prefill, source in infos["prefill"].items():
@@ -60,11 +62,14 @@ def _ask(url: str, role: str) -> RoleInfo:
 
 
 def _get(url: str, role: str) -> bytes:
-    answer = httpx.get(f"{url.rstrip('/')}{PATH}", timeout=TIMEOUT_S, trust_env=False)
-    if answer.status_code == 404:
-        raise PeerRefusedError(f"it is mixed: start it with --role {role}")
-    answer.raise_for_status()
-    return answer.content
+    try:
+        with build_opener(ProxyHandler({})).open(f"{url.rstrip('/')}{PATH}", timeout=TIMEOUT_S) as answer:
+            content: bytes = answer.read()
+            return content
+    except HTTPError as error:
+        if error.code == 404:
+            raise PeerRefusedError(f"it is mixed: start it with --role {role}") from None
+        raise
 
 
 def _reach(url: str, info: RoleInfo, secret: bytes) -> Finding:

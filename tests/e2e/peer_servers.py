@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from tests.e2e.server_process import EXIT_TIMEOUT_S, PROGRAM, CommandProcess, ServerProcess, wait_until
 
@@ -27,7 +27,7 @@ class RouterProcess(CommandProcess):
         super().__init__(directory, [*PROGRAM, "router", "--port", "0", *flags])
 
     def health(self) -> dict[str, dict[str, dict[str, object]]]:
-        health: dict[str, dict[str, dict[str, object]]] = httpx.get(f"{self.url}/health", timeout=30.0).json()
+        health: dict[str, dict[str, dict[str, object]]] = httpx2.get(f"{self.url}/health", timeout=30.0).json()
         return health
 
     def kill(self) -> None:

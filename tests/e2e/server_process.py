@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from openai import OpenAI
@@ -120,7 +120,7 @@ class ServerProcess(CommandProcess):
         return found[0]
 
     def check(self) -> dict[str, object]:
-        report: dict[str, object] = httpx.get(f"{self.url}/debug/check", timeout=30.0).json()
+        report: dict[str, object] = httpx2.get(f"{self.url}/debug/check", timeout=30.0).json()
         return report
 
     def wait_idle(self) -> dict[str, object]:
@@ -130,7 +130,7 @@ class ServerProcess(CommandProcess):
 
     def metrics(self) -> dict[str, float]:
         """Samples by name, labels in braces: `requests{state=running}`; our prefix is left out."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30.0).text
+        text = httpx2.get(f"{self.url}/metrics", timeout=30.0).text
         samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -157,8 +157,8 @@ class ServerProcess(CommandProcess):
         assert list(self.temp_dir.iterdir()) == []
         if "http://" in self.stdout:
             try:
-                httpx.get(f"{self.url}/health")
-            except httpx.ConnectError:
+                httpx2.get(f"{self.url}/health")
+            except httpx2.ConnectError:
                 return
             raise AssertionError("somebody still listens")
 

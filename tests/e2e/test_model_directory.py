@@ -1,6 +1,6 @@
 """A Hugging Face directory behind the server: it answers, or says in one line what is wrong with the directory."""
 
-import httpx
+import httpx2
 import pytest
 
 from tests.e2e.server_process import started
@@ -27,6 +27,6 @@ def test_model_directory_is_served_under_its_name(tmp_path, model):
         assert first.choices[0].text == second.choices[0].text
         assert first.usage.prompt_tokens_details.cached_tokens == 0
         assert second.usage.prompt_tokens_details.cached_tokens == 8
-        too_long = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x " * 600})
+        too_long = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x " * 600})
         assert too_long.status_code == 400
         assert "too long for --max-model-len 512" in too_long.json()["error"]["message"]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -153,11 +153,11 @@ def test_clients_that_leave_get_everything_back_on_both_sides(servers, expected)
     with servers.router.client() as client, ThreadPoolExecutor(8) as pool:
 
         def leave(seed: int) -> None:
-            with contextlib.suppress(httpx.TimeoutException):
-                httpx.post(
+            with contextlib.suppress(httpx2.TimeoutException):
+                httpx2.post(
                     f"{servers.router.url}/v1/completions",
                     json={"prompt": prompt_of(seed, 600), "max_tokens": 200, "ignore_eos": True},
-                    timeout=httpx.Timeout(0.02 + seed % 8 * 0.1, connect=20.0),
+                    timeout=httpx2.Timeout(0.02 + seed % 8 * 0.1, connect=20.0),
                 )
 
         list(pool.map(leave, range(100, 132)))
@@ -182,10 +182,10 @@ def test_requests_that_no_router_sent_are_refused_or_served_here(servers, expect
     body = {"prompt": prompt_of(70), "max_tokens": 2}
     header = {"X-KVCache-Prefill": "http://127.0.0.1:9", "X-KVCache-Proof": "0" * 64}
     for server, status in ((decode, 403), (prefill, 400)):
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=header, timeout=60)
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body, headers=header, timeout=60)
         assert answer.status_code == status
         assert "X-KVCache-Prefill" in answer.json()["error"]["message"]
-    answer = httpx.post(f"{prefill.url}/kvcache/prefill", json={}, headers=header, timeout=60)
+    answer = httpx2.post(f"{prefill.url}/kvcache/prefill", json={}, headers=header, timeout=60)
     assert answer.status_code == 403
     assert "same secret" in answer.json()["error"]["message"]
     with decode.client() as client:

@@ -13,7 +13,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.e2e.peer_servers import PATIENCE_S, Cluster, cluster
@@ -43,7 +43,7 @@ def body_of(number: int) -> dict[str, Any]:
 
 def tokens_of(url: str, number: int, timeout_s: float = 120.0) -> list[int] | None:
     """None when no decode server finished the request: a fault for one, and the next fault for the other."""
-    answer = httpx.post(f"{url}/v1/completions", json=body_of(number), timeout=timeout_s)
+    answer = httpx2.post(f"{url}/v1/completions", json=body_of(number), timeout=timeout_s)
     if answer.status_code in (502, 503):
         assert "no decode server" in answer.json()["error"]["message"]
         return None
@@ -105,7 +105,7 @@ def test_requests_survive_random_faults_and_nothing_is_left(tmp_path):
             if place % REQUESTS_PER_FAULT == REQUESTS_PER_FAULT // 2:
                 faults.strike()
             if place % 7 == 3:  # a client without patience
-                with contextlib.suppress(httpx.TimeoutException):
+                with contextlib.suppress(httpx2.TimeoutException):
                     tokens_of(servers.router.url, number, timeout_s=place % 11 * 0.05 + 0.01)
                 outcomes["left"] += 1
             else:

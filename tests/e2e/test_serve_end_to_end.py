@@ -4,7 +4,7 @@ import json
 import signal
 import threading
 
-import httpx
+import httpx2
 import openai
 import psutil
 import pytest
@@ -43,7 +43,7 @@ def test_ready_line_is_one_line_with_a_request_to_paste(server):
     assert [name for name in server.metrics() if name.startswith("copy_path")], "also before the first request"
     cached = []
     for _ in range(2):
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).json()
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60.0).json()
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0
     assert cached[1] >= 64
@@ -83,11 +83,11 @@ def test_disconnect_aborts_the_request_and_frees_its_blocks(server, stream):
     aborted = server.metrics()["requests_ended_total{outcome=aborted}"]
     body = {"prompt": "go on", "max_tokens": 900, "ignore_eos": True, "stream": stream}
     if stream:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
             next(response.iter_lines())
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
     report = server.wait_idle()
     assert report["ok"]
     assert server.metrics()["requests_ended_total{outcome=aborted}"] == aborted + 1
@@ -100,7 +100,7 @@ def test_a_stream_goes_on_beside_a_long_text(server):
     def follow():
         body = {"prompt": "go on", "max_tokens": 900, "ignore_eos": True, "stream": True}
         while not ends.is_set():
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
                 for line in response.iter_lines():
                     events[0] += line.startswith("data: {")
                     if ends.is_set():
@@ -111,7 +111,7 @@ def test_a_stream_goes_on_beside_a_long_text(server):
     try:
         wait_until(lambda: events[0] > 0, "the stream")
         before = events[0]
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "lorem ipsum " * 400_000}, timeout=120)
+        refused = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "lorem ipsum " * 400_000}, timeout=120)
         assert events[0] - before > 20, "a second of a small model"
     finally:
         ends.set()
@@ -186,7 +186,7 @@ def test_killed_worker_fails_requests_with_a_reason_and_ends_the_server(tmp_path
         plain.join()
         assert failures[0].status_code == 503
         assert "was killed by SIGKILL" in str(failures[0])
-        health = httpx.get(f"{running.url}/health")
+        health = httpx2.get(f"{running.url}/health")
         assert health.status_code == 503
         assert "was killed by SIGKILL" in health.json()["error"]["message"]
         assert running.wait_exit() == 1

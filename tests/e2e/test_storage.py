@@ -10,7 +10,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
@@ -98,7 +98,7 @@ def test_two_servers_share_what_they_compute(tmp_path, backend):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_reset_says_whether_the_store_is_kept_and_can_begin_a_new_one(tmp_path, ranks):
     def reset(query=""):
-        return httpx.post(f"{server.url}/reset_prefix_cache{query}", timeout=30.0).json()
+        return httpx2.post(f"{server.url}/reset_prefix_cache{query}", timeout=30.0).json()
 
     words = file_flags(tmp_path / "kv")
     with started(tmp_path / "server", *words, "--tensor-parallel-size", str(ranks)) as server:
@@ -136,7 +136,7 @@ def test_faults_cost_hits_and_no_token(tmp_path):
         tokens, _ = ask(server)
         wait_stored(server)
         for faults, cached in [*FAULTS, *[({}, None)] * 4]:
-            httpx.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
+            httpx2.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
             wait_until(lambda: server.metrics()["storage_is_left_alone"] == 0, "a store that is asked")
             if "match" in faults:  # a write asks, too, and would meet the fault in place of the request
                 wait_until(lambda: server.check()["storage_idle"], "the end of what is stored")
@@ -161,7 +161,7 @@ def test_a_wrong_bit_in_a_stored_value_changes_the_answer(tmp_path):
         for bit in (0, 1):
             value[len(value) // 2] ^= bit
             path.write_bytes(value)
-            httpx.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
+            httpx2.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
             found, cached = ask(server)
             assert (found != tokens, cached) == (bool(bit), CACHED)
         end(server)
@@ -188,6 +188,6 @@ def test_servers_that_are_killed_while_they_store_leave_a_directory_that_works(t
         found = [ask(server, prompt(number)) for number in range(4)]
         assert [cached for _, cached in found[::2]] == [CACHED] * 2, "stored before its server was killed"
         assert cli.main(["storage", "clear", "--kvcache-storage-dir", str(directory)]) == 0
-        httpx.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
+        httpx2.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
         assert [ask(server, prompt(number)) for number in range(4)] == [(tokens, 0) for tokens, _ in found]
         end(server)

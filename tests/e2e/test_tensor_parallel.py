@@ -1,6 +1,6 @@
 """Real servers with two worker processes: the answers of one, from every tier, and one clear end."""
 
-import httpx
+import httpx2
 import pytest
 
 from tests.e2e.server_process import started, wait_until
@@ -14,7 +14,7 @@ QUESTION = "what does a block cost when two ranks have it? " * 6
 
 def answer(server, prompt=QUESTION):
     options = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
-    reply = httpx.post(f"{server.url}/v1/completions", json=options, timeout=60).json()
+    reply = httpx2.post(f"{server.url}/v1/completions", json=options, timeout=60).json()
     return reply["choices"][0]["completion_token_ids"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 from openai import OpenAI
 
@@ -116,10 +116,10 @@ class CpuServer(ServerProcess):
 
     def control(self, name: str, **arguments: Any) -> dict[str, Any]:
         """A control request, which has to succeed."""
-        call = httpx.get if name == "is_paused" else httpx.post
+        call = httpx2.get if name == "is_paused" else httpx2.post
         options = {"json": arguments} if arguments else {}
         reply = call(f"{self.url}/v1/{name}", timeout=120.0, **options)
-        assert reply.status_code == httpx.codes.OK, reply.text
+        assert reply.status_code == httpx2.codes.OK, reply.text
         content: dict[str, Any] = reply.json() if reply.content else {}
         return content
 

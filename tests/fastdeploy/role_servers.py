@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from openai import OpenAI
 
 from tests.fault_proxy import Fault
@@ -46,8 +46,8 @@ class Router:
 
     def num_registered(self) -> dict[str, int]:
         try:
-            counts: dict[str, int] = httpx.get(f"{self.url}/registered_number", timeout=5.0).json()
-        except httpx.HTTPError:
+            counts: dict[str, int] = httpx2.get(f"{self.url}/registered_number", timeout=5.0).json()
+        except httpx2.HTTPError:
             return {}
         return counts
 
@@ -156,10 +156,10 @@ def hear(
     given = {"prompt": text} if endpoint == "completions" else {"messages": [{"role": "user", "content": text}]}
     body = {"max_tokens": 12, "temperature": 0, "top_p": 0, "return_token_ids": True, "stream": streams, **given}
     try:
-        reply = httpx.post(f"{url}/v1/{endpoint}", json={"model": "tiny", **body}, timeout=timeout_s)
+        reply = httpx2.post(f"{url}/v1/{endpoint}", json={"model": "tiny", **body}, timeout=timeout_s)
         lines = reply.text.splitlines() if streams else [f"data: {reply.text}"]
         parts = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line[6:].strip() != "[DONE]"]
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx2.HTTPError, ValueError) as error:
         return repr(error), []
     choices = [choice for part in parts for choice in part.get("choices", ())]
     tokens = [(each.get("delta") or each.get("message") or each).get("completion_token_ids") or [] for each in choices]

@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import suppress
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from openai import OpenAIError
@@ -81,7 +81,7 @@ def test_a_rank_that_ends_ends_the_server_and_is_named(release, tmp_path):
         stream = client.chat.completions.create(model="tiny", messages=user("go on"), **options)
         chunks = [next(stream), next(stream)]
         server.workers()[rank].kill()
-        with suppress(OpenAIError, httpx.HTTPError):
+        with suppress(OpenAIError, httpx2.HTTPError):
             chunks.extend(stream)
         assert not any(choice.finish_reason for chunk in chunks for choice in chunk.choices)
         assert server.process.wait(120) == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -58,7 +58,7 @@ def old_weights(server):
     """Each test begins with those of seed 0, and leaves a server that is well."""
     update_to(server, 0)
     yield
-    assert httpx.get(f"{server.url}/health", timeout=30).status_code == httpx.codes.OK
+    assert httpx2.get(f"{server.url}/health", timeout=30).status_code == httpx2.codes.OK
     wait_until(lambda: is_idle(server), "all device blocks to be free or evictable")
 
 
@@ -68,8 +68,8 @@ def is_idle(server):
 
 
 def legacy(server, name):
-    reply = httpx.get(f"{server.url}/{name}", timeout=120)
-    assert reply.status_code == httpx.codes.OK, reply.text
+    reply = httpx2.get(f"{server.url}/{name}", timeout=120)
+    assert reply.status_code == httpx2.codes.OK, reply.text
 
 
 def update_to(server, seed):

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import paddle
 import pytest
@@ -116,6 +116,6 @@ def test_the_server_gives_these_tokens_computed_and_cached(directory, tmp_path):
         assert chat.choices[0].message.content == "The capital of France is Paris."
         assert chat.usage.prompt_tokens_details.cached_tokens == 32
         body = {"messages": ORACLE["chats"][NO_MESSAGES]["messages"]}
-        empty = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        empty = httpx2.post(f"{server.url}/v1/chat/completions", json=body)
         assert empty.status_code == 400
         assert ORACLE["chats"][NO_MESSAGES]["ids"] is None

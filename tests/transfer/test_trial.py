@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
 from tests.transfer.planes import HOST, SECRET
 from tests.transfer.ranks import DecodeRank, PrefillRank, Sockets, geometry
 
-pytest.importorskip("httpx")
+pytest.importorskip("xxhash")
 from fastdeploy_kvcache_v1.transfer.trial import servers, try_servers
 
 TWO = range(2)

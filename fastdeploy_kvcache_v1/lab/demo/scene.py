@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import NamedTuple
 
-import httpx
+import httpx2
 
 from ...telemetry.metrics import PREFIX
 from ..server.client import Answer, ask
@@ -119,7 +119,7 @@ def host_tokens(url: str, cached_tokens: int) -> int:
     """
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
-        found = HITS.findall(httpx.get(f"{url}/metrics", timeout=60).text)
+        found = HITS.findall(httpx2.get(f"{url}/metrics", timeout=60).text)
         device, host = (sum(float(value) for tier, value in found if tier == each) for each in ("device", "host"))
         if device + host >= cached_tokens or time.monotonic() > deadline:
             return int(host)

@@ -16,7 +16,7 @@ from types import FrameType
 from urllib.parse import quote
 
 import anyio
-import httpx
+import httpx2
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -100,11 +100,11 @@ class Forwarder:
         self.prefills, self.decodes = [Server(url) for url in prefills], [Server(url) for url in decodes]
         self._secret = secret
         self._silence_s = silence_s
-        self._http = httpx.AsyncClient(
+        self._http = httpx2.AsyncClient(
             headers={"accept-encoding": "identity"},
-            timeout=httpx.Timeout(silence_s, connect=SOON_S, pool=None),
+            timeout=httpx2.Timeout(silence_s, connect=SOON_S, pool=None),
             # A server may close an idle connection just when it is used again, which would look like its death.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
 
@@ -123,7 +123,7 @@ class Forwarder:
                 async with self._http.stream("GET", f"{server.url}/health", timeout=SOON_S) as answer:
                     status = answer.status_code
                 server.found(status == 200, f"/health answers with HTTP {status}")
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 server.found(False, _text(error))
             await anyio.sleep(LOOK_EVERY_S)
 
@@ -185,12 +185,12 @@ class Forwarder:
                     await exchange.relay(chunk)
                 await exchange.relay(b"", more=False)
                 return None
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             decode.found(False, _text(error))
             return f"it cannot be reached: {_text(error)}"
-        except httpx.TimeoutException:
+        except httpx2.TimeoutException:
             return f"it was silent for {self._silence_s:g} s"
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             return f"it broke off: {_text(error)}"
 
 
@@ -212,7 +212,7 @@ class Exchange:
         self._is_stream = False
         self._send = send
 
-    async def begin(self, answer: httpx.Response, first: bytes) -> None:
+    async def begin(self, answer: httpx2.Response, first: bytes) -> None:
         headers = {name.lower(): value for name, value in answer.headers.raw if name.lower() in TO_CLIENTS}
         headers.setdefault(b"x-request-id", self.headers[b"x-request-id"])
         self.begun, self._is_stream = True, headers.get(b"content-type", b"").startswith(b"text/event-stream")

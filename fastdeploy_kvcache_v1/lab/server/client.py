@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import IO, Any
 
-import httpx
+import httpx2
 
 from ...errors import WorkerDiedError
 from ..child_processes import end_process
@@ -52,19 +52,19 @@ def ask(url: str, body: dict[str, Any]) -> Answer:
     more = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     begin = perf_counter()
     try:
-        with httpx.stream("POST", url, json={**body, **more}, timeout=REQUEST_TIMEOUT_S) as response:
+        with httpx2.stream("POST", url, json={**body, **more}, timeout=REQUEST_TIMEOUT_S) as response:
             if not response.is_success:
                 text = response.read().decode(errors="replace")
                 raise WorkerDiedError(f"the server answered HTTP {response.status_code}: {text[:200]}")
             for chunk in _chunks(response):
                 _add_chunk(answer, chunk, perf_counter() - begin)
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx2.HTTPError, ValueError) as error:
         raise WorkerDiedError(f"the server did not answer: {type(error).__name__}: {error}") from error
     answer.total_s = perf_counter() - begin
     return answer
 
 
-def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+def _chunks(response: httpx2.Response) -> Iterator[dict[str, Any]]:
     """The JSON objects of a stream of server-sent events. Raises `ValueError` for a broken one."""
     for line in response.iter_lines():
         data = line.removeprefix("data:").strip()
@@ -136,9 +136,9 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: IO[byte
     deadline = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            if httpx.get(f"{url}/health", timeout=5).is_success:
+            if httpx2.get(f"{url}/health", timeout=5).is_success:
                 return
-        except httpx.TransportError:
+        except httpx2.TransportError:
             pass
         time.sleep(0.1)
     log.seek(0)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 
-import httpx
+import httpx2
 
 from fastdeploy_kvcache_v1.lab.router.app import Forwarder, HttpServer
 
@@ -120,7 +120,7 @@ class Scene:
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             self.client = await stack.enter_async_context(
-                httpx.AsyncClient(base_url=self.url, timeout=30.0, trust_env=False)
+                httpx2.AsyncClient(base_url=self.url, timeout=30.0, trust_env=False)
             )
             self.running = asyncio.ensure_future(self.server.serve(sockets=[listener]))
             stack.push_async_callback(self._end)
@@ -134,7 +134,7 @@ class Scene:
         self.server.should_exit = True
         await self.running
 
-    async def ask(self, **body: object) -> httpx.Response:
+    async def ask(self, **body: object) -> httpx2.Response:
         return await self.client.post("/v1/completions", json={"prompt": "x", **body})
 
     def asked(self) -> list[Asked]:

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 
-import httpx
+import httpx2
 import pytest
 
 from fastdeploy_kvcache_v1.cli import main
@@ -253,7 +253,7 @@ async def test_a_plain_answer_that_breaks_is_too_short_for_the_client_as_well(sc
         await then(asked)
 
     scene.decodes[0].act = scene.decodes[1].act = act
-    with pytest.raises(httpx.RemoteProtocolError, match="peer closed connection"):
+    with pytest.raises(httpx2.RemoteProtocolError, match="peer closed connection"):
         await scene.ask()
 
 
@@ -403,7 +403,7 @@ def test_a_signal_lets_open_answers_end_and_takes_no_more_and_a_second_one_ends_
         go_on = asyncio.Event()
         backend.act = stream(lambda asked: go_on.wait())
         async with (
-            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+            httpx2.AsyncClient(base_url=url, trust_env=False) as client,
             client.stream("POST", "/v1/completions") as answer,
         ):
             chunks = answer.aiter_raw()
@@ -415,7 +415,7 @@ def test_a_signal_lets_open_answers_end_and_takes_no_more_and_a_second_one_ends_
                 assert [chunk async for chunk in chunks] == []
             else:
                 stop()
-                with pytest.raises(httpx.RemoteProtocolError):
+                with pytest.raises(httpx2.RemoteProtocolError):
                     await anext(chunks)
             heard.append("all")
 
@@ -428,7 +428,7 @@ def test_a_signal_lets_open_answers_end_and_takes_no_more_and_a_second_one_ends_
 @pytest.mark.parametrize(("host", "shown", "is_told"), [("0.0.0.0", "0.0.0.0", True), ("::1", "[::1]", False)])
 def test_who_listens_to_the_network_is_told(stopped, caplog, host, shown, is_told):
     async def play(url, backend, stop):
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        async with httpx2.AsyncClient(base_url=url, trust_env=False) as client:
             while any(each["answers"] for each in (await client.get("/health")).json()["prefill"].values()):
                 await asyncio.sleep(0.01)
         stop()

@@ -2,7 +2,7 @@
 
 import json
 
-import httpx
+import httpx2
 import pytest
 
 from fastdeploy_kvcache_v1.errors import WorkerDiedError
@@ -17,10 +17,10 @@ def server(monkeypatch):
     def answer(status, *chunks):
         def handle(request):
             bodies.append(json.loads(request.content))
-            return httpx.Response(status, text="".join(f"data: {chunk}\n\n" for chunk in chunks))
+            return httpx2.Response(status, text="".join(f"data: {chunk}\n\n" for chunk in chunks))
 
-        client = httpx.Client(transport=httpx.MockTransport(handle))
-        monkeypatch.setattr("httpx.stream", client.stream)
+        client = httpx2.Client(transport=httpx2.MockTransport(handle))
+        monkeypatch.setattr("httpx2.stream", client.stream)
         return bodies
 
     return answer

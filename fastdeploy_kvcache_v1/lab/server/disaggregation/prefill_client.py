@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-import httpx
+import httpx2
 import msgspec
 
 from ....transfer.settings import TransferSettings
@@ -29,11 +29,11 @@ class PrefillClient:
 
     def __init__(self, settings: TransferSettings) -> None:
         self._secret = settings.secret
-        self._timeout = httpx.Timeout(settings.silence_s, connect=settings.handshake_s, pool=None)
+        self._timeout = httpx2.Timeout(settings.silence_s, connect=settings.handshake_s, pool=None)
         self._on_answer: OnAnswer = lambda request_id, answer: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
-        self._http: httpx.AsyncClient | None = None
+        self._http: httpx2.AsyncClient | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="prefill-client", daemon=True)
 
@@ -67,8 +67,8 @@ class PrefillClient:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         # A server may close an idle connection just when it is used again, which would look like its failure.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(timeout=self._timeout, limits=limits, trust_env=False)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx2.AsyncClient(timeout=self._timeout, limits=limits, trust_env=False)
         self._loop.run_forever()
         for task in self._tasks.values():
             task.cancel()
@@ -89,9 +89,9 @@ class PrefillClient:
     async def _ask(self, url: str, job: PrefillJob) -> None:
         try:
             answer: PrefillAnswer | str = await self._exchange(url, job)
-        except httpx.TimeoutException:
+        except httpx2.TimeoutException:
             answer = f"{url} gave no sign for too long"
-        except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, msgspec.MsgspecError) as error:
             answer = f"{url} cannot be asked: {error or type(error).__name__}"
         except Exception as error:  # the edge of a task: the request is computed here instead
             logger.exception("asking a prefill server failed")
