@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
+from fastdeploy_kvcache_v1.lab.server.field_names import IGNORED
 from fastdeploy_kvcache_v1.lab.server.request_fields import REFUSED, ChatBody, CompletionBody, StreamOptions
-from tests.lab.server.ignored_fields import IGNORED
 
 from .fastdeploy_trees import tree
 

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from ...telemetry.metrics import Kind, Metric, observe, source_of
 from .engine.engine_core import EngineCore
+from .field_names import FieldCheck
 
 Family = CounterMetricFamily | GaugeMetricFamily
 
@@ -18,10 +19,10 @@ Family = CounterMetricFamily | GaugeMetricFamily
 class Metrics:
     """The registry. What is observed may be observed from any thread."""
 
-    def __init__(self, core: EngineCore) -> None:
-        """`core` and its parts tell their latencies from now on."""
+    def __init__(self, core: EngineCore, fields: FieldCheck) -> None:
+        """`core` and its parts report their latencies from now on."""
         self._registry = CollectorRegistry()
-        self._registry.register(_CoreCollector(core))
+        self._registry.register(_ServerCollector(core, fields))
         for part, _ in _parts(core):
             for each in source_of(part).histograms:
                 shown = Histogram(
@@ -34,13 +35,13 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _CoreCollector(Collector):
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+class _ServerCollector(Collector):
+    def __init__(self, core: EngineCore, fields: FieldCheck) -> None:
+        self._core, self._fields = core, fields
 
     def collect(self) -> Iterator[Family]:
         families: dict[str, Family] = {}
-        for part, added in _parts(self._core):
+        for part, added in ((self._fields, ()), *_parts(self._core)):
             for metric in source_of(part).numbers:
                 family = families.setdefault(metric.name, _family(metric))
                 for labels, value in metric.samples(part):

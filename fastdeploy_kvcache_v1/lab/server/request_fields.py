@@ -1,20 +1,29 @@
 """Request bodies of the OpenAI-compatible API, with FastDeploy's extensions.
 
-Unknown fields are ignored, as are those of FastDeploy that change no token here; docs/lab/server.md lists all.
-A field is declared here, and what the engine and the cache are asked by it stands here, too.
+A field is declared here, and its effect on sampler, cache and engine stands here, too. docs/lab/server.md lists all.
 """
 
 from __future__ import annotations
 
 import random
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from ...contract.messages import CacheAccess
 from ..model.sampler import SamplingParams
 from .api_error import ApiError
 from .engine.generation import GenerationRequest
+from .field_names import IGNORED, MAX_FIELDS, UnknownField, unknown_fields
 
 SEED_LIMIT = 2**63 - 1
 
@@ -92,6 +101,22 @@ class GenerationBody(BaseModel):
 
     user: str | None = None
     """For a recorded trace."""
+
+    _unknown: tuple[UnknownField, ...] = PrivateAttr(default=())
+
+    @property
+    def unknown(self) -> tuple[UnknownField, ...]:
+        """The first `MAX_FIELDS` fields that this endpoint does not know."""
+        return self._unknown
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_unknown_names(cls, body: Any, handler: ModelWrapValidatorHandler[GenerationBody]) -> GenerationBody:
+        made = handler(body)
+        if isinstance(body, dict):
+            known = {*cls.model_fields, *REFUSED, *IGNORED}
+            made._unknown = tuple(islice(unknown_fields(body, known), MAX_FIELDS))
+        return made
 
     @model_validator(mode="before")
     @classmethod

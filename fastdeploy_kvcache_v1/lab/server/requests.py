@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
 from dataclasses import dataclass
 
 from ...scheduler.block_hashing import BlockHasher, MultimodalItem
 from ..model.vision import Image, PlacedImage
 from .api_error import ApiError
 from .engine.generation import Generation, Sink
+from .field_names import FieldCheck
 from .images import read_image
 from .request_fields import ChatBody, CompletionBody, GenerationBody, ImageUrl, Message
 from .settings import ServerConfig
 from .text import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 COMPLETION_MAX_TOKENS = 16
-"""Default of /v1/completions, as OpenAI has it; chats run up to the limit of model and cache."""
+"""Default of /v1/completions, as in OpenAI's API. A chat may run up to the limit of model and cache."""
 
 ANY_MODEL = "default"
 """A client that names this model means the one that is served, as with FastDeploy."""
@@ -42,8 +47,12 @@ class RequestReader:
     def __init__(self, config: ServerConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self.fields = FieldCheck(strict=config.strict_fields)
+        self._first_without_limit = threading.Lock()
+        """Taken for good by the first chat without max_tokens, which the log names."""
 
     def completion(self, body: CompletionBody) -> Reading:
+        self.fields.check(body.unknown)
         token_ids: str | list[int] | None = body.prompt_token_ids or body.prompt
         if isinstance(token_ids, str):
             token_ids = self._tokenizer.encode(token_ids)
@@ -51,6 +60,7 @@ class RequestReader:
         return self._reading(body, token_ids, "prompt", COMPLETION_MAX_TOKENS)
 
     def chat(self, body: ChatBody) -> Reading:
+        self.fields.check(body.unknown)
         if body.prompt_token_ids:
             return self._reading(body, body.prompt_token_ids, "messages", self._config.max_model_len)
         images: list[Image] = []
@@ -136,9 +146,9 @@ class RequestReader:
         return Reading(body, tuple(token_ids), max_tokens, hasher, images)
 
     def _max_tokens(self, num_prompt: int, asked: int | None, param: str, default: int) -> int:
-        """Output limit; what the model has no positions for is cut off, as FastDeploy does.
+        """Output limit, cut to the positions that the model has, as FastDeploy does.
 
-        Raises `ApiError` for a request that could never run, before anything is queued.
+        Raises `ApiError` for a request that could never run, before it is queued.
         """
         config = self._config
         num_blocks, block_size = config.cache.num_device_blocks, config.cache.block_size
@@ -155,7 +165,17 @@ class RequestReader:
                 f"{num_blocks} blocks of {block_size} tokens: lower max_tokens"
             )
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
-        return min(wanted, model_room)
+        num_tokens = min(wanted, model_room)
+        if asked is None and default >= config.max_model_len and self._first_without_limit.acquire(blocking=False):
+            limit = f"--max-model-len {config.max_model_len}"
+            if cache_room < model_room:
+                limit = f"the device tier's {num_blocks} blocks of {block_size} tokens"
+            logger.warning(
+                "a chat without max_tokens may run for %d output tokens, which fill %s: send max_tokens, or lower "
+                "--max-model-len (logged once)",
+                *(num_tokens, limit),
+            )
+        return num_tokens
 
 
 def check_model(asked: str, served: str) -> None:

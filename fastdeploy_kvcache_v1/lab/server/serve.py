@@ -90,9 +90,9 @@ def _serve(
         timer.start()
 
     core.counters.copies[:] = worker.copies
-    metrics = Metrics(core)
+    reader = RequestReader(config, tokenizer)
     engine = Engine(core, worker, on_fatal=on_fatal)
-    app = create_app(config, engine, RequestReader(config, tokenizer), metrics)
+    app = create_app(config, engine, reader, Metrics(core, reader.fields))
     if config.role is not None:
         add_role_routes(app, config, config.role, engine, tokenizer, worker.rank_infos)
     _warn_of_open_address(listener)

@@ -52,6 +52,8 @@ class ServerConfig:
     threads: int = default_threads()
     """Of each worker process."""
     log_level: str = "warning"
+    strict_fields: bool = False
+    """Unknown request fields are refused. Otherwise they are ignored and named in the log."""
     storage: StorageSettings | None = None
     record_trace: Path | None = None
     """None: no trace is recorded."""
@@ -124,6 +126,11 @@ FLAGS = (
         default=ServerConfig.threads,
         otherwise="by the machine's cores",
         fastdeploy="no",
+    ),
+    _server(
+        "strict_fields",
+        "refuse a request with an unknown field; without it, each unknown field is named once in the log and ignored",
+        bool,
     ),
     _server("log_level", "what is logged", default=ServerConfig.log_level, unit="LEVEL", choices=LOG_LEVELS),
     _server(

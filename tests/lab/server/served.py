@@ -25,10 +25,9 @@ class Server:
         self.worker = WorkerThread(Worker(cache))
         self.fatal = []
         core = EngineCore(manager, self.worker.send, max_num_seqs=8, max_num_batched_tokens=64)
-        metrics = Metrics(core)
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
         reader = RequestReader(config, load_tokenizer(None))
-        self.client = TestClient(create_app(config, self.engine, reader, metrics))
+        self.client = TestClient(create_app(config, self.engine, reader, Metrics(core, reader.fields)))
 
     def chat(self, **body):
         messages = [{"role": "user", "content": "hello"}]

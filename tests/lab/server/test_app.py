@@ -12,10 +12,10 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.lab.model.config import BYTE_VOCAB_SIZE
 from fastdeploy_kvcache_v1.lab.server.app import MAX_BODY
+from fastdeploy_kvcache_v1.lab.server.field_names import IGNORED
 from fastdeploy_kvcache_v1.lab.server.request_fields import REFUSED, ChatBody, CompletionBody
 from fastdeploy_kvcache_v1.lab.server.text import load_tokenizer
 from tests.lab.server.harness import expected_outputs
-from tests.lab.server.ignored_fields import IGNORED
 from tests.lab.server.random_text import BOS
 from tests.lab.server.served import chunks_of, error_of, running
 
@@ -63,9 +63,30 @@ def test_chat(server):
     assert "".join(delta.get("content", "") for delta in deltas) == text
 
 
-def test_chat_without_limit_runs_to_the_limit_of_the_model(server):
-    response = server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]})
-    assert response.json()["usage"]["total_tokens"] == 200
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_chat_without_limit_runs_to_the_limit_of_the_model_and_says_so_once(server, caplog):
+    for _ in range(2):
+        usage = server.chat(max_tokens=None).json()["usage"]
+        assert usage["total_tokens"] == 200
+    (line,) = warnings(caplog)
+    assert f"may run for {usage['completion_tokens']} output tokens, which fill --max-model-len 200: " in line
+
+
+def test_chat_without_limit_names_the_device_tier_that_limits_it(caplog):
+    with running(KVCacheConfig(20, block_size=4)) as server:
+        usage = server.chat(max_tokens=None).json()["usage"]
+    assert usage["total_tokens"] == 81, "the last token is sampled and not stored"
+    assert "which fill the device tier's 20 blocks of 4 tokens: send max_tokens" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": 8}, {"max_completion_tokens": 8, "max_tokens": None}])
+def test_a_chat_with_a_limit_and_a_completion_without_log_nothing(server, caplog, limit):
+    assert server.chat(**limit).status_code == 200
+    assert server.client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    assert warnings(caplog) == []
 
 
 def test_stop_string_and_stop_token(server):

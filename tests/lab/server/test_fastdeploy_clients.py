@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_kvcache_v1.lab.server.field_names import IGNORED
 from fastdeploy_kvcache_v1.lab.server.request_fields import REFUSED, ChatBody, CompletionBody
 from tests.lab.server.harness import expected_outputs
-from tests.lab.server.ignored_fields import IGNORED
 from tests.lab.server.random_text import BOS, END, EOS
 from tests.lab.server.served import chunks_of, error_of, running
 

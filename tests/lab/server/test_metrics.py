@@ -7,6 +7,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.lab.server.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.lab.server.engine.remote_prefills import RemotePrefills
+from fastdeploy_kvcache_v1.lab.server.field_names import FieldCheck
 from fastdeploy_kvcache_v1.lab.server.metrics import Metrics
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.storage.engine.counters import StorageCounters
@@ -47,7 +48,7 @@ def samples(metrics):
 
 def test_every_metric_that_the_docs_have_of_this_server_is_shown(tmp_path):
     core = whole_core(tmp_path)
-    metrics = Metrics(core)
+    metrics = Metrics(core, FieldCheck(strict=False))
     core.observe_first_token(0.25)
     core.storage.observe_latency("load", 0.25)
     here = [
@@ -60,7 +61,7 @@ def test_every_metric_that_the_docs_have_of_this_server_is_shown(tmp_path):
 def test_numbers_of_a_rank_have_its_number(tmp_path):
     core = whole_core(tmp_path)
     core.counters.copies[1].swap_in.blocks = 7
-    shown = samples(Metrics(core))
+    shown = samples(Metrics(core, FieldCheck(strict=False)))
     blocks = [shown["swap_blocks_total", ("direction", "in"), ("rank", str(rank))] for rank in range(2)]
     assert blocks == [0, 7]
     path = ("direction", "in"), ("path", "runs"), ("rank", "1"), ("reason", "")
