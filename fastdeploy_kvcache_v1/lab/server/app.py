@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config import MIB
 from ...errors import InvariantError, KVCacheError
+from .api_docs import answers, described_app, readable
 from .api_error import ApiError, describe_validation, error_body
 from .disaggregation.settings import Role
 from .engine.engine import Engine
@@ -41,8 +42,6 @@ MAX_BODY = 16 * MIB
 """Of a request that says how long it is."""
 
 ID_HEADER = "X-Request-Id"
-
-GET = ["GET", "HEAD"]
 
 CLIENT_CLOSED_REQUEST = 499
 """Status for the log only: no client reads it."""
@@ -120,7 +119,7 @@ class RequestStream:
 
 
 def create_app(config: ServerConfig, engine: Engine, reader: RequestReader, metrics: Metrics) -> FastAPI:
-    app = FastAPI(title="fastdeploy-kvcache embedded server", docs_url=None, redoc_url=None, openapi_url=None)
+    app = described_app()
     app.add_middleware(Front)
     add_error_handlers(app)
     _add_openai_routes(app, config, engine, reader)
@@ -169,45 +168,50 @@ def _add_openai_routes(app: FastAPI, config: ServerConfig, engine: Engine, reade
 
     read_completion, read_chat = Depends(reader.completion), Depends(reader.chat)  # no coroutines: run in threads
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=answers(is_chat=False))
     async def completions(request: Request, reading: Reading = read_completion) -> Response:
+        """Continue a prompt."""
         return await generate(request, reading, is_chat=False)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=answers(is_chat=True))
     async def chat_completions(request: Request, reading: Reading = read_chat) -> Response:
+        """Answer a conversation."""
         return await generate(request, reading, is_chat=True)
 
-    @app.api_route("/v1/models", methods=GET)
+    @readable(app, "/v1/models")
     async def models() -> dict[str, Any]:
+        """The model that is served."""
         return {"object": "list", "data": [model_body]}
 
-    @app.api_route("/v1/models/{asked:path}", methods=GET)
+    @readable(app, "/v1/models/{asked:path}")
     async def model(asked: str) -> dict[str, Any]:
+        """The model that is served, if it has this name or is asked for as `default`."""
         check_model(asked, name)
         return model_body
 
 
 def _add_service_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
-    @app.api_route("/health", methods=GET)
+    @readable(app, "/health")
     async def health() -> Response:
         """200 while requests are served, 503 with the reason once they are refused."""
         if engine.fatal_reason is not None:
             return JSONResponse(error_body(503, engine.fatal_reason), 503)
         return JSONResponse({"status": "ok"})
 
-    @app.api_route("/metrics", methods=GET)
+    @readable(app, "/metrics")
     async def metrics_text() -> Response:
+        """Metrics in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_external: bool = False) -> Response:
-        """Embedded server only: see `EngineCore.reset_cache`. The parameter has vLLM's name."""
+        """Forget the cached blocks of device and host tier; with `reset_external` (vLLM's name) also the store's."""
         tiers = await _on_engine(engine, lambda core: core.reset_cache(stored=reset_external))
         return JSONResponse({"status": "ok", **tiers})
 
-    @app.api_route("/debug/check", methods=GET)
+    @readable(app, "/debug/check")
     async def debug_check() -> Response:
-        """Embedded server only: prove the cache manager's invariants, and without requests that nothing leaked."""
+        """Check the cache manager's invariants, and on an idle server also that no block leaked."""
         try:
             report = await _on_engine(engine, EngineCore.check)
         except InvariantError as error:

@@ -6,18 +6,11 @@ A field is declared here, and its effect on sampler, cache and engine stands her
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, field_validator, model_validator
 
 from ...contract.messages import CacheAccess
 from ..model.sampler import SamplingParams
@@ -67,40 +60,51 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class GenerationBody(BaseModel):
-    """What both endpoints share. A field that is null counts as not given."""
+Texts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+class GenerationBody(BaseModel):
+    """Fields of both endpoints. A field that is null counts as not given."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
 
     model: str | None = None
     temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
     top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: int = Field(default=0, ge=-1)
+    """0 and -1 take all tokens."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-SEED_LIMIT - 1, le=SEED_LIMIT)
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], WithJsonSchema(Texts)] = Field(default_factory=list)
+    """The text ends before the first of these strings."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions(include_usage=False)
+    """If given, `include_usage` is true by default."""
     max_tokens: int | None = Field(default=None, ge=1)
+    """Output tokens at most. Completions without it get 16, chats what model and device tier have room for."""
 
-    # Extensions, as FastDeploy and other servers have them.
+    # Extensions, as in FastDeploy and other servers.
     prompt_token_ids: list[int] = Field(default_factory=list)
-    """The prompt, whatever else says so; an empty list counts as not given."""
+    """Takes the place of the prompt or the messages, unless it is empty."""
     min_tokens: int = Field(default=0, ge=0)
+    """Before so many output tokens the model cannot end, and stops are ignored."""
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list)
     return_token_ids: bool = False
     """Add the token ids of prompt and output to the answer."""
 
     cache_salt: str = Field(default="", min_length=1, max_length=1024)
-    """Only requests with the same one find each other's blocks."""
+    """Only requests with the same salt share cached blocks."""
     skip_reading_prefix_cache: bool = False
+    """Compute every token of the prompt."""
     skip_writing_prefix_cache: bool = False
+    """Cache and store no block of this request."""
     disable_prefix_caching: bool = False
-    """Both at once."""
+    """Skip both reading and writing."""
 
     user: str | None = None
-    """For a recorded trace."""
+    """The session in a recorded trace."""
 
     _unknown: tuple[UnknownField, ...] = PrivateAttr(default=())
 
@@ -111,7 +115,7 @@ class GenerationBody(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keep_unknown_names(cls, body: Any, handler: ModelWrapValidatorHandler[GenerationBody]) -> GenerationBody:
+    def _keep_unknown_names(cls, body: Any, handler: Callable[[Any], Any]) -> Any:
         made = handler(body)
         if isinstance(body, dict):
             known = {*cls.model_fields, *REFUSED, *IGNORED}
@@ -134,9 +138,9 @@ class GenerationBody(BaseModel):
     def _take_one_stop(cls, value: object) -> object:
         return ([value] if value else []) if isinstance(value, str) else value
 
-    @field_validator("prompt_token_ids", mode="plain")
+    @field_validator("prompt_token_ids", mode="wrap")  # not `plain`: /openapi.json then has no type
     @classmethod
-    def _check_prompt_token_ids(cls, value: object) -> object:
+    def _check_prompt_token_ids(cls, value: object, _: object) -> object:
         ids = _only_one(value)
         if _are_ids(ids):
             return ids
@@ -172,9 +176,9 @@ class GenerationBody(BaseModel):
 class CompletionBody(GenerationBody):
     prompt: str | list[int] | None = None
 
-    @field_validator("prompt", mode="plain")
+    @field_validator("prompt", mode="wrap")
     @classmethod
-    def _check_prompt(cls, value: object) -> object:
+    def _check_prompt(cls, value: object, _: object) -> object:
         prompt = _only_one(value)
         if isinstance(prompt, str) or _are_ids(prompt):
             return prompt
@@ -195,9 +199,12 @@ class ImageUrl(NamedTuple):
     """As the client sent it."""
 
 
+Parts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+
+
 class Message(BaseModel):
     role: str = Field(min_length=1)
-    content: str | list[str | ImageUrl]
+    content: Annotated[str | list[str | ImageUrl], WithJsonSchema(Parts)]
     """A text, or texts and images in their order."""
 
     @model_validator(mode="before")
@@ -210,9 +217,9 @@ class Message(BaseModel):
                     raise ValueError(f"{name} is not supported by this server: send messages without calls")
         return message
 
-    @field_validator("content", mode="plain")
+    @field_validator("content", mode="wrap")
     @classmethod
-    def _join_content(cls, value: object) -> object:
+    def _join_content(cls, value: object, _: object) -> object:
         if value is None:
             return ""
         if isinstance(value, str):

@@ -45,6 +45,7 @@ def add_role_routes(
 
     @app.get(ROLE_PATH)
     async def tell_role() -> Response:
+        """The role of this server, and where its ranks listen."""
         return Response(msgspec.json.encode(info), media_type="application/json")
 
     if role.role is not Role.PREFILL:
@@ -52,6 +53,7 @@ def add_role_routes(
 
     @app.post(PATH)
     async def prefill(request: Request) -> Response:
+        """Compute a prompt for a decode server that knows the secret."""
         job = _read(await request.body(), request.headers.get(PROOF_HEADER, ""), role.transfer.secret, config)
         stream = RequestStream(engine, job.request_id)
         engine.submit(_generation(job, config, tokenizer, stream))
