@@ -14,8 +14,9 @@ and a conversation of any number of turns is a few (see `run.py`).
 from __future__ import annotations
 
 import operator
+import secrets
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from dataclasses import replace
 
 from ..config import KVCacheConfig
@@ -49,6 +50,8 @@ from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
 from .reuse.history import ReuseHistory
+from .run import DEVICE, HOST
+from .snapshot import CacheSnapshot, count, describe, look
 from .tiering import Tiering
 
 __all__ = ["CacheManager"]
@@ -89,6 +92,7 @@ class CacheManager:
         self._lent: set[DeviceSlot] = set()
         self._loads = Loads(config, self._tree, self._tiering, self._counters)
         self._stores = Stores(self._tree, self._residency, self._tiering)
+        self._names_key = secrets.token_bytes(16)
 
     # ---- the life of a request
 
@@ -417,15 +421,15 @@ class CacheManager:
             return self._tiering.num_available_device
 
     def stats(self) -> CacheStats:
-        """O(blocks that are owned outside the prefix tree)."""
+        """O(requests and loads)."""
         with self._lock:
-            loading, on_host = (len(self._loads.slots(level)) for level in (CacheLevel.DEVICE, CacheLevel.HOST))
+            loading, on_host = map(self._loads.num_slots, (CacheLevel.DEVICE, CacheLevel.HOST))
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),
                 device_blocks=self._device_pool.size,
                 device_free_blocks=self._device_pool.num_free,
-                device_cached_blocks=self._device_pool.num_owned - len(self._device_slots_outside()),
+                device_cached_blocks=self._device_pool.num_owned - self._num_device_slots_outside(),
                 device_evictable_blocks=self._residency.num_device_evictable,
                 host_blocks=self._host_pool.size,
                 host_free_blocks=self._host_pool.num_free,
@@ -437,6 +441,22 @@ class CacheManager:
                 recency_rules=not self._history.judge.trusts,
                 events_overflowed=self._events.overflows,
             )
+
+    def snapshot(self, most_blocks: int = 1024, *, stored: Container[BlockHash] = ()) -> CacheSnapshot:
+        """Describe which runs are in which tier. Lists runs of `most_blocks` blocks, at most 2,048 (`MOST_BLOCKS`), and
+        counts the cached blocks left out. `stored` has the blocks known to be in storage.
+
+        Holds the lock for O(`most_blocks` + requests + loads), some 2 ms at most, whatever the size of the cache. The
+        snapshot has no block hash, request id, token or tenant; its counts tell how much of the cache is in use.
+        """
+        with self._lock:
+            runs = look(self._tree.root, self._residency.detached_runs(), most_blocks)
+            on_device, on_host = (sum(len(run.slots(tier)) for run in runs) for tier in (DEVICE, HOST))
+            device = count(self._device_pool, self._num_device_slots_outside(), on_device)
+            host = count(self._host_pool, self._loads.num_slots(CacheLevel.HOST), on_host)
+            num_requests = len(self._requests)
+        listed = describe(runs, self._names_key, stored)
+        return CacheSnapshot(self.config.block_size, num_requests, device, host, listed)
 
     def check(self) -> None:
         """Raises `InvariantError` unless every slot has exactly one owner and every pin a request; O(cache)."""
@@ -473,3 +493,7 @@ class CacheManager:
     def _device_slots_outside(self) -> list[DeviceSlot]:
         """Every allocated device slot that is not the tree's."""
         return [*self._requests.own_slots(), *self._lent, *self._loads.slots(CacheLevel.DEVICE)]
+
+    def _num_device_slots_outside(self) -> int:
+        """O(requests and loads)."""
+        return self._requests.num_own_slots + len(self._lent) + self._loads.num_slots(CacheLevel.DEVICE)

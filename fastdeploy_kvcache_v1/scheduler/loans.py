@@ -93,6 +93,10 @@ class Loads:
         """Every slot of tier `level` that bytes may arrive in. O(blocks being loaded)."""
         return [slot for load in self._loads.values() if load.level is level for slot in load.slots]
 
+    def num_slots(self, level: CacheLevel) -> int:
+        """O(loads)."""
+        return sum(len(load.slots) for load in self._loads.values() if load.level is level)
+
     @property
     def num_quarantined(self) -> int:
         """Slots of both tiers whose load is not wanted any more. O(loads)."""

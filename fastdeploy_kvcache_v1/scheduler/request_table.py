@@ -208,6 +208,11 @@ class RequestTable:
     def own_slots(self) -> list[DeviceSlot]:
         return [slot for request in self._requests.values() for slot in request.own_slots()]
 
+    @property
+    def num_own_slots(self) -> int:
+        """O(requests)."""
+        return sum(len(request.tail) + len(request.duplicates) for request in self._requests.values())
+
     def check(self, runs: Sequence[Run]) -> None:
         """Raises `InvariantError` unless every pin of `runs`, all there are, is a request's; O(cache)."""
         paths = {request_id: request.leaf.path() for request_id, request in self._requests.items()}
