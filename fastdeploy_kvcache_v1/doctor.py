@@ -1,6 +1,6 @@
-"""The `doctor` command: what works here, and what is missing for FastDeploy to serve through this package?
+"""The `doctor` command: report what works here and what FastDeploy lacks to serve through this package.
 
-Each room looks after itself; here stands what is asked, and in which order.
+Each room has its checks; their order is here.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .errors import ConfigError, KVCacheError
 
 
 class Check(NamedTuple):
-    """`function(args)` yields findings, with the arguments of the command. Its room is imported when it runs."""
+    """`function(args)` yields findings. Its room is imported when it runs."""
 
     section: str
     name: str
-    """Of the finding, where the check itself fails."""
+    """Name of the finding if the check itself fails."""
     function: str
-    """Of this package: `module:function`."""
+    """`module:function` of this package."""
     of_machine: bool = False
-    """Left out with `--source`: another tree says nothing about this machine."""
+    """Left out with `--source`."""
     extras: str = ""
-    """Those that install what it imports."""
+    """Extras that install its imports."""
     given: tuple[str, ...] = ()
-    """Arguments of the command, one of which must be given."""
+    """Runs only if one of these arguments of the command was given."""
 
 
 LAB, MACHINE, FASTDEPLOY = "Lab", "Machine", "FastDeploy"
@@ -54,15 +54,15 @@ CHECKS = (
     Check(STORAGE, "storage", "storage.checks:stores"),
     Check(ROLES, "their trial", "transfer.trial:servers", extras="embedded", given=("prefill", "decode")),
 )
-"""In the order of the report. A new one is a function of its room, and a row. A room that is not installed has none."""
+"""In the order of the report. A new check is a function of its room and a row; rooms may be missing from a wheel."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from .storage.settings import BACKENDS
 
     parser.epilog = (
-        "Exit status: 0 when serving would work (with --source: when every patch point of that tree is as expected), "
-        "1 when not, 2 for a wrong argument."
+        "Exit status: 0 if FastDeploy can serve through this package (with --source: if that tree can be patched), "
+        "1 if something is to do, 2 for a wrong argument."
     )
     parser.add_argument(
         "--source", type=Path, metavar="DIR", help="check a FastDeploy source tree instead of what is installed here"
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=Path,
         metavar="OLD",
-        help="with --source: show how the bodies that matter differ from those of OLD",
+        help="with --source: show the differences of watched functions to those of OLD",
     )
     parser.add_argument(
         "--write-bodies", action="store_true", help="with --source: print patches/bodies-RELEASE.toml for that tree"
@@ -80,13 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kvcache-storage-dir",
         type=Path,
         metavar="DIR",
-        help="also check that this directory can store blocks, and how fast it is; made if need be",
+        help="also check that this directory can store blocks, and measure its speed; made if missing",
     )
     parser.add_argument(
         "--kvcache-storage-backend",
         choices=BACKENDS,
         metavar="NAME",
-        help="also check this store, as its configuration says (file: give the directory)",
+        help="also check this store with its configuration (file: give the directory)",
     )
     for role in ("prefill", "decode"):
         parser.add_argument(
@@ -94,13 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             nargs="+",
             default=[],
             metavar="URL",
-            help=f"also check these servers with --role {role} (FastDeploy: the files kvcache_role.json of their logs)",
+            help=f"also check these servers with --role {role} (FastDeploy: their log directory's kvcache_role.json)",
         )
     parser.add_argument("--peer-secret-file", type=Path, metavar="FILE", help="the secret of these servers")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status; raises `OverlayError` for a `--source` that holds no FastDeploy, or without a table."""
+    """Returns the exit status. Raises `OverlayError` for a `--source` without FastDeploy or without a patch table."""
     if args.source is not None:
         with needed_by("the patch table"):
             from .fastdeploy_integration import checks
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         fastdeploy_at(args.source)
     if args.against is not None or args.write_bodies:
         if args.source is None:
-            raise ConfigError("--against and --write-bodies are about a tree: name it with --source DIR")
+            raise ConfigError("--against and --write-bodies need a tree: name it with --source DIR")
         checks.print_bodies(args.source, args.against)
         return 0
     plugin.stand_by()
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings(check: Check, args: argparse.Namespace) -> Iterator[Finding]:
-    """What a check says, or why it could not say anything."""
+    """Findings of a check, or one about its failure."""
     if (check.of_machine and args.source is not None) or (check.given and not any(map(vars(args).get, check.given))):
         return
     module, _, function = check.function.partition(":")
@@ -136,7 +136,7 @@ def findings(check: Check, args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _shown(section: str, findings: list[Finding]) -> str:
-    """Prints a section, what is to do first. Returns its verdict."""
+    """Print a section, failures first. Returns its verdict."""
     num_failed = sum(finding.ok is False for finding in findings)
     verdict = f"{num_failed} to do" if num_failed else "ok"
     if section == FASTDEPLOY and not num_failed and all(finding.name != "patch table" for finding in findings):

@@ -68,7 +68,7 @@ def test_every_patch_point_is_named(make_tree, capsys):
 @pytest.mark.parametrize("argument", ["--write-bodies", "--against=old"])
 def test_bodies_are_those_of_a_tree_that_is_named(argument, capsys):
     assert cli.main(["doctor", argument]) == 2
-    assert "are about a tree: name it with --source DIR" in capsys.readouterr().err
+    assert "need a tree: name it with --source DIR" in capsys.readouterr().err
 
 
 def test_trees_without_a_difference_are_said_to_have_none(make_tree, capsys):
@@ -138,7 +138,7 @@ def test_what_only_the_cpu_worker_patches_does_not_decide_about_an_installed_fas
     ("tree", "flags", "status", "said"),
     [
         (("3.1.4",), [], 1, "FastDeploy 3.1 is not supported"),
-        (("3.1.4", OWN_MANAGER), [], 0, "so fastdeploy-kvcache-v1 does nothing here: its flags, stores, "),
+        (("3.1.4", OWN_MANAGER), [], 0, "so fastdeploy-kvcache-v1 does nothing: its flags, stores, "),
         (("3.1.4", OWN_MANAGER), [], 0, "\n\nFastDeploy: nothing to patch\n"),
         ((), ["--write-bodies"], 2, "is missing: correct the table first"),
         (None, [], 2, "holds no FastDeploy"),

@@ -42,7 +42,7 @@ for attempt in (1, 2, 3):
     except Exception as e:
         print(type(e).__name__, e)
 """
-DRIFTED = "is not the 2.6 that the patch table was written for"
+DRIFTED = "patch table does not fit: "
 
 
 def assert_refused(done, line):

@@ -1,4 +1,4 @@
-"""`create_kv_cache` for FastDeploy's attention backends: our layouts, checked against the shapes it asks for."""
+"""`create_kv_cache` for FastDeploy's attention backends: our layouts, checked against FastDeploy's shapes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ INT4 = "int4_zp"
 """Two values in one byte, along the head dimension."""
 
 MLA, DSA, PLAS, NATIVE = "MLA_ATTN", "DSA_ATTN", "PLAS_ATTN", "NATIVE_ATTN"
-"""Attention backends, as FD_ATTENTION_BACKEND names them."""
+"""Values of FD_ATTENTION_BACKEND."""
 
 _IN_BACKENDS = {"num_kv_heads": "kv_num_heads"}
-"""Fields of `CacheGeometry` that have another name in FastDeploy's backend objects."""
+"""Names in FastDeploy's backend objects of fields of `CacheGeometry`."""
 
 
 def add_create_kv_cache(attention_backend: Any) -> None:
-    """Extends FastDeploy's base class of attention backends."""
+    """Extend FastDeploy's base class of attention backends."""
     attention_backend.create_kv_cache = create_kv_cache
 
 
@@ -36,17 +36,16 @@ def create_kv_cache(
     device: int = 0,
     first_layer: int = 0,
 ) -> dict[str, Any]:
-    """Method of FastDeploy's attention backends: zero-filled cache tensors by name, in the order that kernels index.
+    """Zero-filled cache tensors by name, in the order of the kernels' indices. A method of FastDeploy's backends.
 
-    `dtype` is that of the model; quantized caches are uint8. Raises `ConfigError` for a combination whose kernels do
-    not agree with the layout.
+    `dtype` is the model's; quantized caches are uint8. Raises `ConfigError` if FastDeploy's shapes differ from ours.
     """
     made = cache_backend(self, num_layers, dtype=dtype, quant_type=quant_type)
     return made.create_kv_cache(num_blocks, rank=rank, device=device, first_layer=first_layer)
 
 
 def cache_backend(backend: Any, num_layers: int, *, dtype: str, quant_type: str | None) -> AttentionCacheBackend:
-    """Our cache backend for an attention backend of FastDeploy. Raises `ConfigError`."""
+    """Our cache backend for FastDeploy's `backend`. Raises `ConfigError`."""
     name = type(backend).__name__
     family = family_of(name)
     made = make_backend(
@@ -63,9 +62,7 @@ def cache_backend(backend: Any, num_layers: int, *, dtype: str, quant_type: str 
 
 
 def family_of(attention_backend: str) -> str:
-    """Of an attention backend of FastDeploy, whose name and class begin with that of its family, as in `MLA_ATTN` and
-    `MLAAttentionBackend`. All others keep a key and a value per head.
-    """
+    """The family that begins the backend's name or class (`MLA_ATTN`, `MLAAttentionBackend`); else "gqa"."""
     return next((family for family in FAMILIES if attention_backend.lower().startswith(family)), "gqa")
 
 
@@ -81,7 +78,7 @@ def make_backend(
 ) -> AttentionCacheBackend:
     """Our cache backend for one rank, with FastDeploy's quantizations. Raises `ConfigError`.
 
-    `numbers`: what the family needs, by the names of `CacheGeometry`. `dtype` is the model's.
+    `numbers`: fields of `CacheGeometry` that the family needs. `dtype` is the model's.
     """
     if quant_type == INT4 and "head_dim" in numbers:
         numbers = {**numbers, "head_dim": numbers["head_dim"] // 2}
@@ -102,8 +99,10 @@ def _default_dtype() -> str:
 
 
 def _expect_shapes(name: str, layout: CacheLayout, shapes: Sequence[Sequence[int]]) -> None:
-    """FastDeploy names the shapes of key, value and indexer, `[]` for one that it lacks, and derives scales itself."""
+    """`shapes`: FastDeploy's of key, value and indexer, `[]` for a missing one; it derives scales itself."""
     ours = [(1, *role.block_shape) for role in layout.roles if not role.role.endswith("_scale")]
     theirs = [tuple(shape) for shape in shapes if shape]
     if ours != theirs:
-        raise ConfigError(f"{name} wants cache blocks of {theirs}, its layout has {ours}")
+        raise ConfigError(
+            f"{name} asks for cache blocks of {theirs}, our layout has {ours}: choose another FD_ATTENTION_BACKEND"
+        )

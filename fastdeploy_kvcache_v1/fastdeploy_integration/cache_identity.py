@@ -1,7 +1,7 @@
-"""Who shares blocks with a request, and what it may do with the cache: fields of FastDeploy's API and `Request`.
+"""Request fields that decide who shares blocks and whether a request reads and writes the cache.
 
-They travel with it: from the body, through the dictionary that the API server sends, to the engine's `Request`.
-The supported releases have no LoRA adapters, so no name of one decides what a block holds.
+They go from the body, through the dictionary that the API server sends, to the engine's `Request`. The supported
+releases have no LoRA adapters, whose names would belong here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kwargs = dict[str, Any]
 
 SALT, NO_READS, NO_WRITES = "cache_salt", "skip_reading_prefix_cache", "skip_writing_prefix_cache"
 NEITHER = "disable_prefix_caching"
-"""Both at once, by FastDeploy's name: a release may have it itself."""
+"""Both at once, by FastDeploy's name; a release may have it."""
 
 FIELDS: dict[str, type] = {SALT: str, NO_READS: bool, NO_WRITES: bool, NEITHER: bool}
 
@@ -28,7 +28,7 @@ MAX_SALT_CHARACTERS = 1024
 
 
 def add_body_fields(body: Any) -> None:
-    """Extends a pydantic model of FastDeploy's API, which drops fields that it does not know."""
+    """Extend a pydantic model of FastDeploy's API, which drops unknown fields."""
     from pydantic import BeforeValidator
     from pydantic.fields import FieldInfo
 
@@ -42,7 +42,7 @@ def add_body_fields(body: Any) -> None:
 
 
 def add_request_attributes(request: Any) -> None:
-    """Extends `Request`: what was not asked for is None."""
+    """Extend `Request`: fields without a value are None."""
     for name in (each for each in FIELDS if each not in vars(request)):
         setattr(request, name, None)
 
@@ -59,8 +59,9 @@ def request_from_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def request_from_body(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `Request.from_generic_request`. Embeddings and rewards have bodies of their own, without our fields; what
-    FastDeploy has taken out of `metadata` stays where the body says nothing, but for what only the engine may attach.
+    """Wraps `Request.from_generic_request`. Bodies of embeddings and rewards lack our fields.
+
+    Values that FastDeploy took from `metadata` stay, unless the body has the field or only the engine may attach them.
     """
     request = wrapped(*args, **kwargs)
     take_off(request)
@@ -70,7 +71,7 @@ def request_from_body(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def request_to_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Wraps `Request.to_dict`, which a scheduler of several engines sends requests with."""
+    """Wraps `Request.to_dict`, used by schedulers of several engines."""
     made: dict[str, Any] = wrapped(*args, **kwargs)
     made.update({name: value for name in FIELDS if (value := getattr(instance, name)) is not None})
     return made
@@ -83,7 +84,7 @@ def _copy(get: Callable[[str], Any], request: Any) -> None:
 
 
 def salt_of(task: Any) -> bytes:
-    """Raises `ConfigError` for what the API refuses: `metadata` and other programs bring what it did not check."""
+    """Raises `ConfigError` for a value that the API would refuse: `metadata` and other programs bypass its check."""
     salt = task.cache_salt
     if salt is None:
         return b""
@@ -101,7 +102,7 @@ def _checked_salt(value: object) -> str:
 
 
 def access_of(task: Any) -> CacheAccess:
-    """Raises `ConfigError` for a value that is no boolean."""
+    """Raises `ConfigError` for a value that is not a boolean."""
     for name in (NO_READS, NO_WRITES, NEITHER):
         if getattr(task, name) not in (None, True, False):
             raise ConfigError(f"{name} must be true or false, got {getattr(task, name)!r}")

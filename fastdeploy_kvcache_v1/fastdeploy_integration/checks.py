@@ -1,4 +1,4 @@
-"""What `doctor` asks about FastDeploy: which one it is, and whether all that we touch in it is as expected."""
+"""Checks of `doctor` about FastDeploy: its version, its patch points, and how this package is loaded."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .overlay.overlay import UNKNOWN_BODIES, Overlay, overlay_for
 
 BOOTSTRAP = "fastdeploy_kvcache_v1.pth"
 PLUGIN, PLUGIN_GROUP = "kvcache_v1", "fastdeploy.tool_parser_plugins"
-"""The other way in, for a FastDeploy that loads plugins: `FD_PLUGINS` names it."""
+"""Loaded by FastDeploy where `FD_PLUGINS` names it."""
 
 
 def print_bodies(source: Path, against: Path | None) -> None:
-    """The digests of a tree, or how its bodies differ from those of another one."""
+    """Print the digests of a tree, or the differences of its bodies to those of `against`."""
     new = release.fastdeploy_at(source)
     if against is None:
         known = bodies.known_digests(new.release) if bodies.digests_file(new.release).exists() else {}
@@ -36,11 +36,10 @@ def print_bodies(source: Path, against: Path | None) -> None:
     for target, difference in changed.items():
         print(f"==> {target}", *difference, sep="\n")
     if not changed:
-        print(f"no difference to {against} in {len(watched)} bodies that matter")
+        print(f"no difference to {against} in {len(watched)} watched bodies")
 
 
 def fastdeploy(args: argparse.Namespace) -> Iterator[Finding]:
-    """FastDeploy, its table, and every patch point."""
     found = release.installed_fastdeploy() if args.source is None else release.fastdeploy_at(args.source)
     if found is None:
         known = ", ".join(table.known_releases())
@@ -59,7 +58,7 @@ def fastdeploy(args: argparse.Namespace) -> Iterator[Finding]:
     yield from body_findings(checked, found)
     num_left_out, lost = sum(map(len, checked.table.not_in_names.values())), checked.lost_settings()
     missing = f"FastDeploy has no {', '.join(lost)}: take them out of not_in_names, or name them in `removes`"
-    known = f"without {num_left_out} settings, with all others"
+    known = f"from all settings except {num_left_out}"
     yield Finding(not lost, "names of stored blocks", missing if lost else known)
     for name, has_it in asdict(checked.table.capabilities).items():
         yield Finding(None, f"capability {name}", "yes" if has_it else "no")
@@ -67,15 +66,15 @@ def fastdeploy(args: argparse.Namespace) -> Iterator[Finding]:
 
 def table_findings(name: str, checked: Overlay) -> Iterator[Finding]:
     table, problems = checked.table, checked.problems()
-    yield Finding(True, name, f"{table.release}, {len(table.rows)} places, written for {table.commit}")
+    yield Finding(True, name, f"{table.release}, {len(table.rows)} patches, written for {table.commit}")
     for row in table.rows:
         yield Finding(row not in problems, f"{row.kind.value} {row.target}", problems.get(row, row.where.value))
 
 
 def body_findings(checked: Overlay, fastdeploy: release.FastDeployTree) -> Iterator[Finding]:
-    """What signatures do not show."""
+    """Bodies that our code relies on, and members of the cache manager."""
     if checked.problems():
-        yield Finding(None, "bodies", "not looked at until all rows are ok")
+        yield Finding(None, "bodies", "not compared until all patch points are ok")
         return
     try:
         changed = checked.changed_bodies()
@@ -87,10 +86,10 @@ def body_findings(checked: Overlay, fastdeploy: release.FastDeployTree) -> Itera
         yield Finding(False, f"body {each.target}", each.where)
     if must := [each for each in changed if each.must_hold]:
         how = f"{UNKNOWN_BODIES}={bodies.acceptance(must)} starts a server with these {len(must)}"
-        yield Finding(None, "bodies that must hold", f"{how}, once you have read them; others only warn")
+        yield Finding(None, "bodies that must hold", f"{how}: compare them first; others only warn")
     lacking = bodies.members_lacking(fastdeploy.root)
-    missing = f"FastDeploy's engine takes {', '.join(lacking)}, which ours does not have"
-    yield Finding(not lacking, "cache manager", missing if lacking else "has what FastDeploy's engine takes of it")
+    missing = f"FastDeploy's engine uses {', '.join(lacking)}, which ours lacks: add it to the adapter"
+    yield Finding(not lacking, "cache manager", missing if lacking else "has all members that FastDeploy's engine uses")
 
 
 def activation(args: argparse.Namespace) -> Iterator[Finding]:

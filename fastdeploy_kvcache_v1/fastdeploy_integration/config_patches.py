@@ -28,12 +28,12 @@ Kwargs = dict[str, Any]
 
 
 def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:
-    """Extends FastDeploy's list of environment variables, so that it shows ours among its own."""
+    """Extend FastDeploy's list of environment variables, so that it shows the switch."""
     environment_variables[SWITCH] = lambda: int(os.getenv(SWITCH, "0"))
 
 
 def add_arguments(engine_args: Any) -> None:
-    """Extends the dataclass `EngineArgs` by our arguments, and gives it our default policy."""
+    """Extend the dataclass `EngineArgs` by our arguments and our default policy."""
     added = dataclasses.make_dataclass("Added", [(flag.name, Any, flag.default) for flag in ADDED_FLAGS])
     for field in dataclasses.fields(added):
         engine_args.__dataclass_fields__[field.name] = field
@@ -48,15 +48,15 @@ def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     given = {"write_policy": None, **kwargs}
     wrapped(*args, **given)
     if given.get("splitwise_role") == "decode" and not instance.enable_prefix_caching:
-        # 2.5 switches it off in this role. Why else it may be off, it says of the other one.
+        # 2.5 switches it off for decode; other reasons to switch it off hold for prefill as well.
         as_prefill = type(instance)(*args, **{**given, "splitwise_role": "prefill"})
         instance.enable_prefix_caching = as_prefill.enable_prefix_caching
 
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `EngineArgs.add_cli_args`: our meaning of --write-policy, and the flags that FastDeploy does not have.
+    """Wraps `EngineArgs.add_cli_args`: our meaning of --write-policy, and our flags.
 
-    `init_cache_config` checks the values: they may come from a file, too.
+    `init_cache_config` checks the values, because they may come from a file.
     """
     parser = wrapped(*args, **kwargs)
     policy = parser._option_string_actions[WRITE_POLICY.option]
@@ -66,7 +66,7 @@ def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def add_cache_fields(cache_config: Any) -> None:
-    """Extends `CacheConfig`: it takes over the arguments whose names it has as attributes."""
+    """Extend `CacheConfig`, which takes over the arguments whose names it has as attributes."""
     for flag in ADDED_FLAGS:
         setattr(cache_config, flag.name, None)
     cache_config.sized_by_swap_space = False
@@ -74,9 +74,9 @@ def add_cache_fields(cache_config: Any) -> None:
 
 
 def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `CacheConfig.__init__`: defaults and validation.
+    """Wraps `CacheConfig.__init__`: defaults and validation, before FastDeploy computes with the values.
 
-    Raises `ConfigError`, for an amount of memory before FastDeploy computes with it: its own error names no flag.
+    Raises `ConfigError`, which unlike FastDeploy's error names the flag.
     """
     given = kwargs["args"] if "args" in kwargs else args[0]
     for flag in (SWAP_SPACE, WRITE_POLICY, *ADDED_FLAGS):
@@ -91,8 +91,7 @@ def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `FDConfig.postprocess`: refuses what we cannot serve, sizes the host tier, switches off what cannot run
-    with it.
+    """Wraps `FDConfig.postprocess`: refuse settings, size the host tier, switch off `cudagraph_only_prefill`.
 
     Raises `ConfigError` with every reason.
     """
@@ -119,8 +118,9 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
 
 
 def _note_speculation(config: Any) -> None:
-    """What the arguments ask for, before FastDeploy makes it what the role needs: names of stored blocks have it, so
-    that a deployment's prefill servers find what its others have stored.
+    """Keep the arguments' speculation before FastDeploy changes it for the role.
+
+    Names of stored blocks have it, so that prefill servers find the blocks of other servers.
     """
     speculative = config.speculative_config
     if speculative is not None:

@@ -1,7 +1,7 @@
-"""What a worker rank tells the engine about its copies: the message, its codec, and where the socket is.
+"""CopyReport: a worker rank's message to the engine about its copies, and the path of its socket.
 
-The message is JSON: nothing that arrives is unpickled. It carries totals since the start of the worker, so what a lost
-message said is in the next one.
+The message is JSON, so nothing is unpickled. Its totals count from the start of the worker, which makes up for a lost
+message.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from ..errors import MessageVersionError
 from ..forks import SOCKET_DIRECTORIES
 
 MAX_SOCKET_PATH = 107
-"""Bytes of the longest path that a unix socket can have."""
+"""Bytes of the longest path of a unix socket."""
 
 LONGEST_NAME = "storage-01234567-9999"
-"""Of a socket in the engine's directory."""
 
 
 class CopyReport(msgspec.Struct, frozen=True):
-    """What one worker process says after a step in which copies ended."""
+    """Report of one worker process after a step in which copies ended."""
 
     rank: int
     """Tensor parallel rank."""
     worker: str
-    """Names the process: a worker that starts again counts from 0 again, under another name."""
+    """Name of the process. A restarted worker has another name and counts from 0."""
     number: int
-    """Counts the reports of the process from 0, those that it could not send included."""
+    """Reports of the process before this one, with those that it could not send."""
     news: WorkerReport
-    """Since the last report that was sent; of copies, those that failed. Its totals are of the process."""
+    """Since the last report that was sent. It lists failed copies only; totals are of the process."""
     unlisted_through: int = -1
-    """Copies of this step and earlier ones may have failed without being in any report: there were too many."""
+    """Failures of this step and earlier ones may be missing from all reports: there were too many."""
 
     def dumps(self) -> bytes:
         return msgspec.json.encode((SHAPE, self))
 
     @classmethod
     def loads(cls, message: bytes) -> CopyReport:
-        """Raises `MessageVersionError` for another `SHAPE`, `ValueError` for what is no report at all."""
+        """Raises `MessageVersionError` for another `SHAPE`, `ValueError` for a malformed message."""
         try:
             shape, report = msgspec.json.decode(message, type=tuple[str, msgspec.Raw])
             if shape != SHAPE:
@@ -54,7 +53,7 @@ class CopyReport(msgspec.Struct, frozen=True):
 
 
 def shape_of(message: type) -> str:
-    """Digest of all fields of a message, their types and their docs: versions that differ in one refuse each other."""
+    """Digest of the fields of a message, their types and docs: versions that differ in one refuse each other."""
     return blake2b(msgspec.json.encode(msgspec.json.schema(message)), digest_size=8).hexdigest()
 
 
@@ -62,9 +61,9 @@ SHAPE = shape_of(CopyReport)
 
 
 def socket_path(queue_port: int, name: str = "copies") -> Path:
-    """Socket `name` of the engine that serves the worker queue at `queue_port`, which engine and workers both know.
+    """Path of socket `name`, in a directory of its own for the engine whose worker queue is at `queue_port`.
 
-    No two engines of one machine share a port, data parallel ones of one server included. The directory is its own.
+    Each engine of a machine, data parallel ones included, has its own port.
     """
     directory, own = Path(tempfile.gettempdir()), f"{SOCKET_DIRECTORIES}{os.getuid()}-{queue_port}"
     if len(os.fsencode(directory / own / LONGEST_NAME)) > MAX_SOCKET_PATH:

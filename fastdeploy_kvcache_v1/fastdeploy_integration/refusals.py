@@ -1,4 +1,4 @@
-"""What FastDeploy's server refuses to start with while this package is on: a new refusal is a row here."""
+"""Settings with which FastDeploy's server does not start while this package is on. A new refusal is a row here."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from .settings import RUN_DIRECTORY
 from .swap_space import has_draft_layer, kv_cache_quant_type
 
 FOREIGN = ("xpu", "intel_hpu", "maca", "iluvatar", "gcu", "dcu")
-"""Devices of FastDeploy's whose model runner we do not patch, so that nothing copies their blocks."""
+"""Platforms of FastDeploy whose model runners we do not patch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What decides whether an `FDConfig` can be served."""
+    """Settings that decide whether an `FDConfig` can be served."""
 
     config: Any
     fastdeploy: PatchTable
-    """Of the release that runs."""
     v1_scheduler: bool
     sees_gpu: bool
-    """Else FastDeploy has chosen the V0 scheduler itself. A CPU worker stands for a GPU."""
+    """Without a GPU FastDeploy chooses the V0 scheduler. A CPU worker counts as a GPU."""
     attention: str
     """FD_ATTENTION_BACKEND."""
     whole_prompts: bool
-    """The settings ask the scheduler to cut no prompt into chunks."""
+    """The scheduler does not cut prompts into chunks."""
     platform: str | None
-    """One of `FOREIGN`, if it is one."""
+    """One of `FOREIGN`, or None."""
     pd_via_storage: bool
     environment: Mapping[str, str]
 
     @classmethod
     def of(cls, config: Any) -> Facts:
-        """In this process of FastDeploy."""
+        """Reads the rest from FastDeploy in this process."""
         from fastdeploy import envs
         from fastdeploy.platforms import current_platform
 
@@ -89,7 +88,7 @@ class Facts:
         return bool(getattr(self.config.routing_replay_config, "enable_routing_replay", False))
 
     def lacks_router(self) -> bool:
-        router = self.config.router_config  # a worker knows of no router
+        router = self.config.router_config  # None in a worker
         return router is not None and not router.router
 
     def reloads_weights(self) -> bool:
@@ -100,7 +99,7 @@ class Facts:
 
 
 class Refusal(NamedTuple):
-    """`setting` cannot be served for `reason`; `instead` is what to do. `{0.name}` is that of the `Facts`."""
+    """`setting` is refused for `reason`; `instead` says what to do. `{0.name}` is a field of `Facts`."""
 
     setting: str
     reason: str
@@ -109,16 +108,16 @@ class Refusal(NamedTuple):
 
 
 OTHER_ATTENTION = "choose another FD_ATTENTION_BACKEND"
-ROUTER_ONLY = "prefill and decode servers find each other by FastDeploy's router"
-UNFOLLOWED = "it hands requests over in a way that this package does not follow"
+ROUTER_ONLY = "prefill and decode servers find each other through FastDeploy's router"
+UNFOLLOWED = "it hands requests over by a path that this package does not patch"
 
 # fmt: off
 REFUSALS = (
     Refusal("--kvcache-storage-backend {0.store} without --swap-space",
-            "its blocks go through the host tier", "give --swap-space GIB",
+            "stored blocks pass through the host tier", "give --swap-space GIB",
             lambda facts: facts.store != "" and takes_host_blocks(facts.store) and not facts.swaps),
     Refusal("--kvcache-storage-backend {0.store} with tensor parallelism over several machines",
-            "ranks reach the store of their engine on its machine only", "keep tensor-parallel groups on one machine",
+            "a rank reaches only the store of an engine on its machine", "keep tensor-parallel groups on one machine",
             lambda facts: facts.store != "" and facts.spans_machines()),
     Refusal("FD_PD_TRANSFER_VIA_STORAGE=1",
             "prefill and decode workers read each other's blocks without a store", "unset it",
@@ -128,10 +127,10 @@ REFUSALS = (
             "install paddlepaddle-gpu, or run `fastdeploy-kvcache serve --fastdeploy-cpu`",
             lambda facts: not facts.v1_scheduler and not facts.sees_gpu and facts.platform is None),
     Refusal("ENABLE_V1_KVCACHE_SCHEDULER=0",
-            "the V0 scheduler takes another cache manager", "unset it",
+            "the V0 scheduler uses another cache manager", "unset it",
             lambda facts: not facts.v1_scheduler and facts.sees_gpu),
     Refusal("the {0.platform} platform",
-            "nothing of this package copies its blocks", "use an NVIDIA GPU",
+            "this package cannot copy its blocks", "use an NVIDIA GPU",
             lambda facts: facts.platform is not None),
     Refusal(PLAS,
             "it keeps means of key blocks outside the cache", OTHER_ATTENTION,
@@ -140,7 +139,7 @@ REFUSALS = (
             "FastDeploy cannot make it for a GPU", OTHER_ATTENTION,
             lambda facts: facts.attention == NATIVE),
     Refusal(f"{DSA} with prefix caching or prompts in chunks",
-            "its prefill attends to the tokens of its own pass, so the tokens would be wrong",
+            "its prefill attends only to tokens of its own pass, so output tokens would be wrong",
             "set FD_DISABLE_CHUNKED_PREFILL=1 and --no-enable-prefix-caching, and unset FD_DETERMINISTIC_MODE",
             lambda facts: facts.attention == DSA
             and (facts.config.cache_config.enable_prefix_caching or not facts.whole_prompts)),
@@ -148,24 +147,24 @@ REFUSALS = (
             "its kernels expect one tensor per layer", "choose another quantization of the cache, or none",
             lambda facts: facts.attention == MLA and facts.is_fp8),
     Refusal(f"{MLA} with graph_opt_level {{0.graph_level}}",
-            "a static graph leaves out what a prompt has in the cache", "set graph_opt_level to 0",
+            "a static graph ignores the cached part of a prompt", "set graph_opt_level to 0",
             lambda facts: facts.attention == MLA and facts.graph_level > 0),
     Refusal(f"speculative method mtp with {MLA} or {DSA}",
             "FastDeploy has no draft model for it", "choose another speculative method, or none",
             lambda facts: facts.attention in (MLA, DSA) and has_draft_layer(facts.config)),
     Refusal(f"{BLOCK_WISE_FP8} without APPEND_ATTN in FastDeploy {{0.fastdeploy.release}}",
-            "other attention backends hand the scales of another layer to their kernels",
+            "other attention backends give the scales of another layer to their kernels",
             "set FD_ATTENTION_BACKEND=APPEND_ATTN",
             lambda facts: facts.is_fp8 and not facts.fastdeploy.capabilities.flash_block_wise_fp8
             and facts.attention != "APPEND_ATTN"),
     Refusal("routing replay with --swap-space",
-            "FastDeploy keeps the routing of tokens by their block on the device, and swaps move the block alone",
-            "leave one of the two out",
+            "FastDeploy keeps the routing of tokens by device block, and swaps move the block without it",
+            "leave out one of the two",
             lambda facts: facts.swaps and facts.replays_routing()),
 )
 OF_ROLES = (
     Refusal("on a GPU",
-            "no data plane has read the memory of one yet",
+            "no data plane has been run on GPU memory yet",
             "run `fastdeploy-kvcache serve --fastdeploy-cpu`, which has roles",
             lambda facts: RUN_DIRECTORY not in facts.environment),
     Refusal(f"with {PLANE}={CUDA_IPC}",
@@ -176,29 +175,30 @@ OF_ROLES = (
     Refusal("without --router", ROUTER_ONLY, "give its address",
             lambda facts: facts.config.scheduler_config.name == "local" and facts.lacks_router()),
     Refusal("with --kvcache-storage-backend {0.store}",
-            "only prefill servers load and store, and through the host tier",
-            "leave it out at decode, and choose a store of the host tier at prefill",
+            "only prefill servers load and store, through the host tier",
+            "leave it out at decode; at prefill choose file or mooncake",
             lambda facts: facts.store != "" and (facts.role == "decode" or not takes_host_blocks(facts.store))),
     Refusal("with data parallelism",
-            "the peers of a server are those of one group", "start a server for each group",
+            "a server has the peers of one group only", "start a server for each group",
             lambda facts: int(facts.config.parallel_config.data_parallel_size) > 1),
     Refusal("with speculative decoding",
-            "draft tokens are not handed over", "leave --speculative-config out",
+            "draft tokens are not sent to decode", "leave out --speculative-config",
             lambda facts: facts.config.speculative_config.method is not None),
     Refusal("with --dynamic-load-weight",
-            "its weight updates do not first end open transfers", "pause both servers, update the weights, and resume",
+            "its weight updates do not end open transfers first",
+            "leave it out; to update, pause both servers, use update_weights and resume",
             lambda facts: facts.reloads_weights()),
     Refusal("with FD_ENABLE_INTERNAL_ADAPTER=1", UNFOLLOWED, "unset it",
             lambda facts: facts.has_set("FD_ENABLE_INTERNAL_ADAPTER")),
     Refusal("with FD_ENABLE_CACHE_TASK=1", UNFOLLOWED, "unset it",
             lambda facts: facts.has_set("FD_ENABLE_CACHE_TASK")),
 )
-"""Of prefill and decode servers, in addition."""
+"""For prefill and decode servers, in addition."""
 # fmt: on
 
 
 def refused(facts: Facts) -> list[str]:
-    """Why these cannot be served, a line for each reason; empty when they can."""
+    """One line for each refused setting."""
     rows = list(REFUSALS)
     if facts.role != "mixed":
         rows += [row._replace(setting=f"--splitwise-role {facts.role} {row.setting}") for row in OF_ROLES]
@@ -206,6 +206,6 @@ def refused(facts: Facts) -> list[str]:
 
 
 def require_served(config: Any) -> None:
-    """Raises `ConfigError` with every reason for which this `FDConfig` cannot be served."""
+    """Raises `ConfigError` with every refused setting of an `FDConfig`."""
     if reasons := refused(Facts.of(config)):
         raise ConfigError(f"{SWITCH}=1 cannot serve this: {'; '.join(reasons)}. Change it, or unset {SWITCH}")

@@ -1,4 +1,4 @@
-"""The flags that this package adds to FastDeploy's, and what the engine tells the workers: they get no flags."""
+"""Flags that this package adds to FastDeploy, and the environment by which the engine passes them to its workers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..storage.settings import STORAGE_FLAGS, StorageSettings
 from .copy_report import socket_path
 
 ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FLAGS) if flag.fastdeploy == "added")
-"""Fields of FastDeploy's `EngineArgs` and `CacheConfig` that it does not have itself."""
+"""Fields that FastDeploy's `EngineArgs` and `CacheConfig` lack."""
 
 BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
 STORAGE_VARIABLE = "FD_KVCACHE_V1_STORAGE"
 SESSION_VARIABLE = "FD_KVCACHE_V1_STORAGE_SESSION"
 DIRECTORY_VARIABLE = "FILE_BACKEND_STORAGE_DIR"
-"""FastDeploy's own, for its file store."""
+"""FastDeploy's variable for its file store."""
 
 RUN_DIRECTORY = "FASTDEPLOY_KVCACHE_CPU_RUN"
-"""Names the private directory of a server that computes on the CPU, in each of its processes."""
+"""Variable with the private directory of a CPU server, in each of its processes."""
 
 LOG_DIRECTORY = "FD_LOG_DIR"
-"""FastDeploy's own."""
+"""FastDeploy's variable."""
 
 
 def log_directory() -> Path:
@@ -38,20 +38,20 @@ def log_directory() -> Path:
 
 
 def host_block_bytes() -> int | None:
-    """Bytes of a host block by which the engine sized the tier; None when it did not."""
+    """Bytes of a host block by which the engine sized the host tier; None if it did not."""
     return int(os.environ.get(BLOCK_BYTES_VARIABLE) or 0) or None
 
 
 def storage_settings(cache: Any) -> StorageSettings | None:
-    """What a `CacheConfig` asks for: in the engine by its flags, in a worker, which gets none, by the environment.
+    """Settings of a `CacheConfig`: in the engine by its flags, in a worker by the environment. None without storage.
 
-    None without storage. Raises `ConfigError`.
+    Raises `ConfigError`.
     """
     if not cache.kvcache_storage_backend:
         return None
     if cache.kvcache_storage_gib is None:  # a worker
         if not (exported := os.environ.get(STORAGE_VARIABLE)):
-            raise ConfigError(f"the engine has not told this worker of its storage: {STORAGE_VARIABLE} is not set")
+            raise ConfigError(f"got no {STORAGE_VARIABLE}, expected the engine's storage settings in it: report this")
         return StorageSettings(**json.loads(exported))
     return StorageSettings.of_flags(cache, directory=os.environ.get(DIRECTORY_VARIABLE))
 
@@ -59,26 +59,24 @@ def storage_settings(cache: Any) -> StorageSettings | None:
 def export(
     block_bytes: int | None, storage: StorageSettings | None, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Let the workers started from here on see what the engine was told, and what it expects."""
+    """Pass the settings to workers that are started from now on."""
     environment[BLOCK_BYTES_VARIABLE] = "" if block_bytes is None else str(block_bytes)
     environment[STORAGE_VARIABLE] = "" if storage is None else json.dumps(asdict(storage), default=str)
-    if not environment.get(SESSION_VARIABLE):  # data parallel engines have that of the first one
+    if not environment.get(SESSION_VARIABLE):  # data parallel engines inherit that of the first
         environment[SESSION_VARIABLE] = secrets.token_hex(4)
 
 
 def storage_address(queue_port: int, rank: int | None = None) -> str:
-    """Where the engine tells a rank what to load and to store; without a rank, where all of them answer.
+    """Address of the engine's storage commands to `rank`; without a rank, of the answers of all ranks.
 
-    Workers that a killed engine has left at the same port have another session: blocks would reach the wrong memory.
+    The session keeps apart the workers that a killed engine left at the same port.
     """
     name = f"storage-{os.environ[SESSION_VARIABLE]}" + ("" if rank is None else f"-{rank}")
     return f"ipc://{socket_path(queue_port, name)}"
 
 
 def without_effect(cache: Any) -> list[str]:
-    """Flags of a `CacheConfig` that change nothing beside its others, each with the reason. A flag at its default is
-    not among them.
-    """
+    """A line for each flag of a `CacheConfig` that was given and has no effect, with the reason."""
     values = {flag: getattr(cache, flag.name) for flag in (SWAP_SPACE, *ADDED_FLAGS)}
     given = {flag.name: f"{flag.option} {value}" for flag, value in values.items() if value not in (None, flag.default)}
     is_default = cache.write_through_threshold == KVCacheConfig.write_through_threshold
@@ -91,7 +89,7 @@ def without_effect(cache: Any) -> list[str]:
     checks = (
         (given.get("swap_space"), no_caching and cache.swap_space, "prefix caching is off"),
         (given.get("eviction_policy"), no_caching, "prefix caching is off"),
-        (threshold, not counts_hits, f"{policy} does not count hits, write_through_selective does"),
+        (threshold, not counts_hits, f"{policy} does not count hits; write_through_selective does"),
         (both, no_host, "there is no host tier (--swap-space)"),
         (given.get("kvcache_storage_dir"), store != "file", "only the file store has one"),
         (given.get("kvcache_storage_gib"), store != "file", "only the file store has a limit"),

@@ -1,7 +1,7 @@
-"""How many host blocks `--swap-space` buys: the bytes a block really takes on every rank, by our own cache layouts.
+"""The number of host blocks in `--swap-space`, by the bytes of a block on every rank in our cache layouts.
 
-FastDeploy's own formula counts a key and a value of all heads, once. That is not what a rank keeps with latent caches
-(the same on every rank), scales, packed int4, fewer heads than ranks, or draft layers.
+FastDeploy's formula counts a key and a value of all heads once. It is wrong for latent caches (whole on every rank),
+scales, packed int4, fewer heads than ranks, and draft layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .backends import family_of, make_backend
 logger = logging.getLogger(__name__)
 
 _IN_CONFIGURATION = {"num_kv_heads": "num_key_value_heads"}
-"""Fields of `CacheGeometry` that have another name in FastDeploy's model configuration."""
+"""Names in FastDeploy's model configuration of fields of `CacheGeometry`."""
 
 
 def host_block_bytes(config: Any, attention_backend: str) -> int:
@@ -28,9 +28,9 @@ def host_block_bytes(config: Any, attention_backend: str) -> int:
 
 
 def host_layout(config: Any, attention_backend: str) -> CacheLayout:
-    """How one host block of one rank is laid out, draft layer included, for the model of an `FDConfig`.
+    """Layout of one host block of one rank, draft layer included, for the model of an `FDConfig`.
 
-    Raises `ConfigError` when its model lacks a number that the backend needs, and for a cache that no layout describes.
+    Raises `ConfigError` if the model lacks a number that the backend needs, or no layout fits its cache.
     """
     model, family = config.model_config, family_of(attention_backend)
     names = {number: _IN_CONFIGURATION.get(number, number) for number in needed_numbers(family)}
@@ -40,7 +40,7 @@ def host_layout(config: Any, attention_backend: str) -> CacheLayout:
             "needs: choose another FD_ATTENTION_BACKEND, or leave the flags out"
         )
     numbers = {number: int(getattr(model, name)) for number, name in names.items()}
-    if "num_kv_heads" in numbers:  # with more ranks than heads, several ranks keep the same head
+    if "num_kv_heads" in numbers:  # with more ranks than heads, several ranks have the same head
         numbers["num_kv_heads"] = max(1, numbers["num_kv_heads"] // _num_ranks(config))
     made = make_backend(
         family,
@@ -59,20 +59,21 @@ def _num_ranks(config: Any) -> int:
 
 
 def has_draft_layer(config: Any) -> bool:
-    """Whether a draft model's layer is cached as well: FastDeploy's draft models have one, whatever was trained."""
+    """FastDeploy's draft models cache one layer, whatever number was trained."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method == "mtp"
 
 
 def draft_tokens(config: Any) -> int:
-    """How many tokens of a row one pass may verify beyond the one it is sure of; 0 without speculative decoding."""
+    """Draft tokens of a row that one pass may verify; 0 without speculative decoding."""
     speculative = config.speculative_config
     return 0 if speculative is None or speculative.method is None else int(speculative.num_speculative_tokens)
 
 
 def kv_cache_quant_type(config: Any) -> str | None:
-    """How the cache is quantized: as the worker's quantization object says; before there is one, as the model's own
-    quantization says, which goes before that of the command line."""
+    """Quantization of the cache: by the worker's quantization object or, before it exists, by the model's own
+    quantization, which precedes that of the command line.
+    """
     if config.quant_config is not None:
         return getattr(config.quant_config, "kv_cache_quant_type", None)
     for name in ("quantization_config", "quantization"):
@@ -83,7 +84,7 @@ def kv_cache_quant_type(config: Any) -> str | None:
 
 
 def num_host_blocks(gib: float, block_bytes: int, num_ranks: int) -> int:
-    """Blocks of `block_bytes` on each of `num_ranks` ranks in `gib` GiB. Raises `ConfigError` for less than one."""
+    """Blocks of `block_bytes` on each of `num_ranks` ranks in `gib` GiB. Raises `ConfigError` for 0."""
     blocks = int(gib * GIB) // (block_bytes * num_ranks)
     if blocks == 0:
         raise ConfigError(
@@ -94,9 +95,9 @@ def num_host_blocks(gib: float, block_bytes: int, num_ranks: int) -> int:
 
 
 def size_host_tier(config: Any, attention_backend: str) -> None:
-    """Set `num_cpu_blocks` of the cache configuration, unless it was given. Raises `ConfigError`.
+    """Set `num_cpu_blocks` of the cache configuration in the engine, unless it was given; workers are told it.
 
-    A worker is told the number and computes nothing: all ranks have the engine's.
+    Raises `ConfigError`.
     """
     cache = config.cache_config
     if cache.sized_by_swap_space:
@@ -105,10 +106,9 @@ def size_host_tier(config: Any, attention_backend: str) -> None:
 
 
 def require_host_memory(config: Any) -> None:
-    """Raises `ConfigError` when the tensor-parallel ranks of this machine cannot have their blocks all at once.
+    """Raises `ConfigError` if the tensor-parallel ranks of this machine together need more than the free memory.
 
-    Each rank asks for its own part only, and all ask at the same time: the free memory would be enough for each of
-    them alone, and the system would then kill some.
+    Ranks allocate at the same time, so each would find enough for itself, and the system would kill some.
     """
     cache = config.cache_config
     if cache.host_block_bytes is None or not cache.enable_prefix_caching:
@@ -128,12 +128,13 @@ def describe(gib: float, num_blocks: int, block_bytes: int, num_ranks: int) -> s
 
 
 def compare(allocated: int, expected: int | None, num_blocks: int) -> None:
-    """A rank allocates `num_blocks` blocks of `allocated` bytes. Warns when the engine sized the tier by other bytes:
-    the number is fixed by then, so the memory is not what was asked for. `expected` is None when it sized nothing."""
+    """Warn if the engine sized the host tier by other bytes of a block than this rank has `allocated`: the number of
+    blocks is fixed by then. `expected` is None if the engine sized nothing.
+    """
     if expected is not None and allocated != expected:
         logger.warning(
-            "the host tier takes %.3f GiB on this rank, not its part of --swap-space, %.3f GiB: a block has %d bytes, "
-            "the engine expected %d. The cache is correct; change --swap-space in proportion",
+            "the host tier takes %.3f GiB on this rank instead of its part of --swap-space, %.3f GiB: a block has %d "
+            "bytes, the engine expected %d. The cache is correct; change --swap-space in proportion",
             num_blocks * allocated / GIB,
             num_blocks * expected / GIB,
             allocated,

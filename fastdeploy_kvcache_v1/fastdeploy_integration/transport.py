@@ -1,6 +1,6 @@
-"""How swap messages travel from FastDeploy's scheduler to its workers: as an attribute of the first task of a batch.
+"""Swap messages from FastDeploy's scheduler to its workers, as an attribute of the first task of a batch.
 
-FastDeploy rebuilds its task lists on the way, but task objects survive, pickled once.
+FastDeploy rebuilds task lists on the way but keeps the task objects, pickled once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..contract.swap_message import SwapDecoder, SwapEncoder
 logger = logging.getLogger(__name__)
 
 SWAP_ATTRIBUTE = "_kvcache_v1_swaps"
-"""Of a task: the `SwapMessage` that rides on it."""
+"""Attribute of a task: its `SwapMessage`."""
 
 ROWS_ATTRIBUTE = "_kvcache_v1_rows"
-"""Of a task: the rows that its batch leaves running, each a `RunningRow`."""
+"""Attribute of a task: the rows that its batch leaves running, each a `RunningRow`."""
 
 RunningRow = tuple[int, int]
-"""Row, and how many tokens of its sequence the engine has, the last of them without KV; 0 until it decodes."""
+"""Row, and the engine's tokens of its sequence, the last without KV; 0 until it decodes."""
 
 
 class TaskKind(IntEnum):
-    """What the engine asks of a worker, one task at a time: names and values of FastDeploy's `RequestType`."""
+    """Names and values of FastDeploy's `RequestType`."""
 
     PREFILL = 0
     DECODE = 1
@@ -36,7 +36,7 @@ class TaskKind(IntEnum):
 
 
 class SwapOutbox:
-    """The scheduler's end. Not thread-safe: the schedule loop owns it."""
+    """The scheduler's end. Not thread-safe: for the schedule loop."""
 
     def __init__(self) -> None:
         self._encoder = SwapEncoder()
@@ -53,10 +53,11 @@ class SwapOutbox:
         always: bool = False,
         running: Sequence[RunningRow] | None = None,
     ) -> None:
-        """Let `step` ride on the first of `tasks` (at least one). One without copies stays here, but for the first one
-        after a restart: when it has arrived, what was sent before it will not arrive any more. `always`: every batch
-        shall tell that it has arrived. `running`: rows that the batch leaves running; None for a worker without use
-        for them. They ride on every batch, and one that is lost is made up for by the next.
+        """Attach `step` to the first of `tasks` (at least one).
+
+        A step without copies is attached only after a restart, where its arrival proves that no earlier message will
+        follow, or with `always`, so that every batch tells its arrival. `running`: rows that the batch leaves running,
+        attached to every batch; None for a worker that does not need them.
         """
         self.clear()
         if running is not None:
@@ -70,16 +71,16 @@ class SwapOutbox:
 
     @property
     def is_loaded(self) -> bool:
-        """A message is on its way on the last batch."""
+        """The last batch carries a message."""
         return self._carrier is not None
 
     @property
     def carries_copies(self) -> bool:
-        """With that message copies would be lost, or the only word that earlier ones have ended."""
+        """That message has copies, or is the first after a restart."""
         return self.is_loaded and self._carries_copies
 
     def clear(self) -> None:
-        """The last batch has been sent. FastDeploy uses one object for every chunk of a request: its message goes."""
+        """Take the message off the last batch, which was sent: FastDeploy reuses the object for the next chunk."""
         if self._carrier is not None:
             vars(self._carrier).pop(SWAP_ATTRIBUTE, None)
             self._carrier = None
@@ -88,7 +89,6 @@ class SwapOutbox:
             self._names_rows = None
 
     def restart(self) -> None:
-        """See `SwapEncoder.restart`."""
         self._encoder.restart()
         self._is_restarted = True
 
@@ -100,26 +100,26 @@ class SwapInbox:
         self._decoder = SwapDecoder()
 
     def take(self, tasks: Iterable[Any]) -> list[SwapStep]:
-        """The steps that ride on `tasks`, in order, taken off them. Raises as `SwapDecoder.decode`."""
+        """Take the steps off `tasks`, in order. Raises as `SwapDecoder.decode`."""
         return [self._decoder.decode(message) for message in _take(SWAP_ATTRIBUTE, tasks)]
 
 
 def take_running(tasks: Iterable[Any]) -> Sequence[RunningRow] | None:
-    """The rows that the latest of the batches in `tasks` leaves running, taken off them; None where no batch says."""
+    """Take the running rows off `tasks`. Returns those of the latest batch; None if no batch has any."""
     named = _take(ROWS_ATTRIBUTE, tasks)
     return named[-1] if named else None
 
 
 def take_off(request: Any) -> None:
-    """Of a request that comes in: FastDeploy makes every key of a body's `metadata` an attribute."""
+    """Remove our attributes from a client's request: FastDeploy makes each key of `metadata` an attribute."""
     for name in (SWAP_ATTRIBUTE, ROWS_ATTRIBUTE):
         vars(request).pop(name, None)
 
 
 def _take(name: str, tasks: Iterable[Any]) -> list[Any]:
-    """What the engine attached as `name`, taken off `tasks`. It attaches tuples, which no JSON holds."""
+    """Take the attribute `name` off `tasks`. Only the engine attaches tuples: JSON has none."""
     found = [vars(task).pop(name) for task in tasks if name in vars(task)]
     attached = [each for each in found if isinstance(each, tuple)]
     if len(attached) < len(found):
-        logger.error("%s of %d requests is not from the engine: ignored", name, len(found) - len(attached))
+        logger.error("%d requests have an attribute %s that a client set: ignored", len(found) - len(attached), name)
     return attached

@@ -48,7 +48,7 @@ def test_fastdeploys_own_variable_names_the_directory(monkeypatch):
 def test_a_worker_that_was_told_nothing_says_so(monkeypatch, exported):
     if exported is not None:
         monkeypatch.setenv(settings.STORAGE_VARIABLE, exported)
-    with pytest.raises(ConfigError, match="the engine has not told this worker"):
+    with pytest.raises(ConfigError, match="expected the engine's storage settings"):
         settings.storage_settings(WORKER)
 
 

@@ -10,8 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from fastdeploy_kvcache_v1.attention.layouts import FAMILIES
+from fastdeploy_kvcache_v1.config import MIB
+from fastdeploy_kvcache_v1.fastdeploy_integration.backends import BLOCK_WISE_FP8, make_backend
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases, table_for
 from fastdeploy_kvcache_v1.fastdeploy_integration.refusals import FOREIGN, OF_ROLES, REFUSALS
+from fastdeploy_kvcache_v1.fastdeploy_integration.swap_space import num_host_blocks
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
 from fastdeploy_kvcache_v1.lab.server.settings import FLAGS
 from tests.telemetry.metrics_page import metrics
@@ -23,14 +26,47 @@ COMMAND = "./scripts/docs-tables"
 
 
 def releases() -> Iterator[str]:
-    yield "| FastDeploy | table | written for | places that it touches | CPU worker |"
-    yield "|---|---|---|---|---|"
+    yield "| FastDeploy | patch table | checked against |"
+    yield "|---|---|---|"
     with_cpu_worker = known_releases(activation.TABLE_NAME)
     for release in known_releases():
         table = table_for(release)
         file = f"[`fastdeploy-{release}.toml`](../../patches/fastdeploy-{release}.toml)"
-        has_one = "yes" if release in with_cpu_worker else "no"
-        yield f"| {release} | {file} | {table.commit} | {len(table.rows)} | {has_one} |"
+        without = "" if release in with_cpu_worker else ", no CPU worker"
+        yield f"| {release} | {file}, {len(table.rows)} patches{without} | {table.commit} |"
+
+
+def sizes() -> Iterator[str]:
+    yield "| model, ranks | bytes of a block on all ranks | `--swap-space 64` holds |"
+    yield "|---|---|---|"
+    for name, num_ranks, layers, family, numbers, quant_type in SIZED_MODELS:
+        numbers = {key: value // num_ranks if key == "num_kv_heads" else value for key, value in numbers.items()}
+        made = make_backend(
+            family,
+            numbers,
+            num_layers=layers,
+            block_size=64,
+            dtype="bfloat16",
+            quant_type=quant_type,
+            scale_dtype="bfloat16",
+        )
+        num_bytes = made.layout.block_bytes
+        blocks = num_host_blocks(64, num_bytes, num_ranks)
+        tokens = f"{blocks * 64 / 1e6:.2f} million tokens"
+        yield f"| {name}, {num_ranks} | {num_bytes * num_ranks / MIB:.4g} MiB | {blocks:,} blocks, {tokens} |"
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+SIZED_MODELS = (
+    ("ERNIE-4.5-0.3B", 1, 18, "gqa", {"num_kv_heads": 2, "head_dim": 128}, None),
+    ("ERNIE-4.5-21B-A3B", 1, 28, "gqa", {"num_kv_heads": 4, "head_dim": 128}, None),
+    ("Qwen3-8B", 1, 36, "gqa", {"num_kv_heads": 8, "head_dim": 128}, None),
+    ("Qwen3-8B with `block_wise_fp8`", 1, 36, "gqa", {"num_kv_heads": 8, "head_dim": 128}, BLOCK_WISE_FP8),
+    ("Qwen2.5-72B", 4, 80, "gqa", {"num_kv_heads": 8, "head_dim": 128}, None),
+    ("ERNIE-4.5-300B-A47B", 8, 54, "gqa", {"num_kv_heads": 8, "head_dim": 128}, None),
+    ("DeepSeek-V3 (MLA)", 8, 61, "mla", LATENT, None),
+)
+"""Name, ranks, layers, family and numbers of a model as its configuration has them; quantization of the cache."""
 
 
 class Placeholder:
@@ -84,6 +120,7 @@ GROUPS_OF_FLAGS = ("cache", "storage", "prefill and decode", "server", "model")
 
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "releases": ("operate/fastdeploy.md", releases),
+    "sizes": ("operate/memory.md", sizes),
     "refusals": ("reference/refusals.md", refusals),
     "metrics": ("reference/metrics.md", metrics),
     "families": ("lab/server.md", families),

@@ -1,9 +1,7 @@
-"""Has a body of FastDeploy's changed that our code relies on? A signature says nothing about what a function does.
+"""Find changes in the bodies of FastDeploy's functions that our code relies on, which signatures do not show.
 
-`patches/bodies-RELEASE.toml` has a digest of every statement of these bodies, as they were when the release's table was
-written: no text of FastDeploy's. So a change is found, and where it is, in a tree that cannot be imported. What no
-program sees is left out: comments, formatting, docstrings, annotations, calls of a logger. The digests are the same
-under every Python that we support.
+`patches/bodies-RELEASE.toml` has a digest of each of their statements in the table's release. Comments, formatting,
+docstrings, annotations and calls of a logger are left out. Digests are equal under every supported Python.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ LOGGERS = ("logger", "log")
 OURS = ("adapter.py", "patches.py")
 HOSTS = ("engine", "output", "splitwise")
 V0_ONLY = frozenset({"free_block_ids_async", "release_block_ids_async", "request_block_ids"})
-"""Members of FastDeploy's cache manager that only its V0 scheduler takes, which is refused."""
+"""Members of FastDeploy's cache manager that only the V0 scheduler uses, which is refused."""
 
 Digests = Mapping[str, str]
-"""By target: the digests of its statements, four hexadecimal digits each, with a space between them. Point releases
-share a table: other bodies that fit as well stand behind `OR`, the newest last.
+"""By target: digests of its statements, four hexadecimal digits each, separated by spaces. Other bodies that fit too
+(of point releases) follow after `OR`, the newest last.
 """
 OR = " | "
 
@@ -42,27 +40,27 @@ class Statement(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A body that differs from the one that we know."""
+    """A body that differs from the known one."""
 
     target: str
     must_hold: bool
-    """Ours replaces it, or copies what it says: a server must not start with another one."""
+    """Our code replaces or copies the body: a server must not start with a changed one."""
     where: str
     digests: str
-    """Those of its statements now; empty where it is missing."""
+    """Of its present statements; empty if it is missing."""
 
     def __str__(self) -> str:
         return f"{self.target}: {self.where}"
 
 
 def acceptance(changes: Iterable[Change]) -> str:
-    """What an operator writes who accepts these changes, and no others."""
+    """The value of `UNKNOWN_BODIES` that accepts exactly these changes."""
     text = "".join(sorted(f"{each.target} {each.digests}\n" for each in changes))
     return hashlib.blake2s(text.encode(), digest_size=4).hexdigest()
 
 
 def watched(table: PatchTable) -> Mapping[str, Body]:
-    """Bodies that the table relies on, by target: those it names, and the functions it replaces."""
+    """By target: the bodies that the table names, and the functions that it replaces."""
     replaced = [row for row in table.rows if row.kind is Kind.REPLACE and "." in row.qualname]
     return {**{row.target: Body(row.target, row.why, must_hold=True) for row in replaced}, **table.bodies}
 
@@ -72,7 +70,7 @@ def digests_file(release: str) -> Path:
 
 
 def known_digests(release: str) -> Digests:
-    """Of the tree that the table of `release` was written for. Raises `OverlayError` without the file."""
+    """Digests of the tree of `release`. Raises `OverlayError` without the file."""
     path = digests_file(release)
     try:
         known: dict[str, str] = read_toml(path)["bodies"]
@@ -82,7 +80,6 @@ def known_digests(release: str) -> Digests:
 
 
 def changes(root: Path, table: PatchTable, known: Digests) -> list[Change]:
-    """What differs from `known` in the FastDeploy at `root`."""
     found = []
     for body in watched(table).values():
         statements = statements_of(root, body)
@@ -111,8 +108,9 @@ def _difference(statements: list[Statement] | None, known: str | None) -> str | 
 
 
 def to_toml(root: Path, table: PatchTable, known: Digests) -> str:
-    """The file for the FastDeploy at `root`, beside what is `known`. Raises `OverlayError` for a body that it does not
-    have.
+    """Text of the digests file for the FastDeploy at `root`, with the `known` alternatives.
+
+    Raises `OverlayError` for a missing body.
     """
     lines = [f"# Bodies of FastDeploy {table.release} ({table.commit}) that we rely on: a digest of each statement."]
     lines += ["# Written by `fastdeploy-kvcache doctor --source DIR --write-bodies`; docs/develop/porting.md."]
@@ -128,7 +126,7 @@ def to_toml(root: Path, table: PatchTable, known: Digests) -> str:
 
 
 def difference_in_words(old: Path, new: Path, target: str) -> list[str]:
-    """A unified diff of one body in two trees, without what is left out of digests."""
+    """A unified diff of one body in two trees, without the parts that digests leave out."""
     nodes = _node(old, target), _node(new, target)
     before, after = ([] if node is None else _bare_text(node).splitlines() for node in nodes)
     return list(difflib.unified_diff(before, after, "old", "new", lineterm="", n=1))
@@ -139,7 +137,7 @@ def _bare_text(node: ast.stmt) -> str:
 
 
 def statements_of(root: Path, body: Body) -> list[Statement] | None:
-    """Of this function or class in the FastDeploy at `root`; None if it is not there."""
+    """Statements of a function or class in the FastDeploy at `root`; None if it is missing."""
     node = _node(root, body.target)
     return None if node is None else list(_statements([node], 0, body.may_change))
 
@@ -150,8 +148,8 @@ def _node(root: Path, target: str) -> ast.stmt | None:
 
 
 def _statements(nodes: Iterable[ast.AST], depth: int, may_change: Sequence[str]) -> Iterator[Statement]:
-    """In the order of the text; one that has others inside comes before them, by its first line alone. An assignment to
-    a local that may change counts by its name.
+    """Statements in text order; a compound one comes before its body, without it. An assignment to a local of
+    `may_change` counts by the name alone.
     """
     for node in nodes:
         if _is_ignored(node):
@@ -186,7 +184,7 @@ def _is_ignored(node: ast.AST) -> bool:
 
 
 def _dump(value: object) -> str:
-    """Without blocks of statements, and without what is left out or empty: newer Pythons have more empty fields."""
+    """A node without its blocks, ignored fields and empty fields, of which newer Pythons have more."""
     if isinstance(value, ast.AST):
         fields = [(name, each) for name, each in ast.iter_fields(value) if name not in IGNORED_FIELDS]
         fields = [(name, each) for name, each in fields if each not in (None, []) and not _is_block(each)]
@@ -198,7 +196,7 @@ def _dump(value: object) -> str:
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes out of a tree what digests leave out."""
+    """Removes the parts that digests leave out."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         for name in ("annotation", "returns"):
@@ -211,9 +209,7 @@ class _Bare(ast.NodeTransformer):
 
 
 def members_lacking(root: Path) -> list[str]:
-    """What the engine of the FastDeploy at `root` takes of its `cache_manager`, and ours does not have. Read from the
-    sources of both.
-    """
+    """Members of `cache_manager` that FastDeploy's engine uses and our adapter lacks, by the sources of both."""
     ours = Path(__file__).parents[1] / "engine"
     has = {name for file in OURS for name in _members(ast.parse((ours / file).read_text(encoding="utf-8")))}
     takes: set[str] = set()
@@ -226,7 +222,7 @@ def members_lacking(root: Path) -> list[str]:
 
 
 def _members(tree: ast.AST) -> Iterator[str]:
-    """Functions, and what is set."""
+    """Names of functions and of assigned attributes."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name):

@@ -1,8 +1,7 @@
-"""Overlay: applies a patch table to FastDeploy as its modules are imported, all of it or none.
+"""Overlay: apply a patch table to FastDeploy as its modules are imported, all of it or none.
 
-The whole table is checked against FastDeploy's source before anything is patched; each target is looked at again when
-its module has been imported. A module that is still being imported when we arrive is patched later: its classes may not
-exist yet. `require_complete` is what makes a half-applied overlay unable to serve.
+The whole table is checked against FastDeploy's source before the first patch, and each target again when its module has
+been imported. `require_complete` keeps a half-applied overlay from serving.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from .table import Kind, PatchRow, PatchTable, Where, table_for
 logger = logging.getLogger(__name__)
 
 UNKNOWN_BODIES = "FASTDEPLOY_KVCACHE_UNKNOWN_BODIES"
-"""Environment variable: names changes of FastDeploy's bodies with which a server starts although these must hold."""
+"""Environment variable with the `acceptance` of changed bodies: a server starts with exactly these."""
 
 
 class PointState(enum.Enum):
-    """What became of one row in this process."""
+    """State of one row in this process."""
 
     WAITING = "waiting for its module"
     DEFERRED = "its module is being imported"
@@ -49,10 +48,8 @@ class Overlay:
     """One table in one process. Thread-safe; import hooks run under the import lock."""
 
     num_changed_bodies: int = gauge(
-        "Functions and classes of FastDeploy whose source differs from the one this package was written for",
-        "changed_bodies",
+        "Functions of FastDeploy that differ from those that this package was written for", "changed_bodies"
     )
-    """Of those that our code relies on, as `start` found them."""
 
     def __init__(self, table: PatchTable, root: Path) -> None:
         self.table = table
@@ -62,16 +59,17 @@ class Overlay:
         self.num_changed_bodies = 0
 
     def start(self) -> None:
-        """Check every row, then patch what is imported and hook what is not.
+        """Check every row, then patch imported modules and hook the others.
 
-        Raises `OverlayError`, with nothing patched, naming every target that is missing or drifted, and bodies that
-        must not have changed.
+        Raises `OverlayError` before the first patch, naming every target that is missing or drifted, and every changed
+        body that must hold.
         """
         if problems := self.problems():
             raise OverlayError(
-                f"FastDeploy at {self._root} is not the {self.table.release} that the patch table was written for "
-                f"({self.table.commit}): {'; '.join(f'{row.target} {problem}' for row, problem in problems.items())}. "
-                f"Run `fastdeploy-kvcache doctor`, or unset {SWITCH}"
+                f"patch table does not fit: FastDeploy at {self._root} is not the {self.table.release} "
+                f"({self.table.commit}) of the table: "
+                f"{'; '.join(f'{row.target} {problem}' for row, problem in problems.items())}. Install that release, "
+                f"upgrade fastdeploy-kvcache-v1, or unset {SWITCH}; `fastdeploy-kvcache doctor` lists all patch points"
             )
         self._look_at_bodies()
         for module in dict.fromkeys(row.module for row in self.table.rows):
@@ -84,39 +82,39 @@ class Overlay:
                 self._module_imported(loaded)
 
     def problems(self) -> dict[PatchRow, str]:
-        """Rows whose target in FastDeploy's source is not as expected."""
+        """Rows that do not fit FastDeploy's source, each with the reason."""
         checked = {row: check_row(self._root, row) for row in self.table.rows}
         return {row: problem for row, problem in checked.items() if problem is not None}
 
     def changed_bodies(self) -> list[Change]:
-        """Bodies of FastDeploy's that our code relies on, and that are not those that the table was written for."""
+        """Watched bodies whose digests are not those of the table's release."""
         if not self.table.bodies:
             return []
         return changes(self._root, self.table, known_digests(self.table.release))
 
     def _look_at_bodies(self) -> None:
-        """One line of warning, or an error where it would not be safe to go on."""
+        """Warn of changed bodies. Raises `OverlayError` if one of them must hold and was not accepted."""
         changed = self.changed_bodies()
         self.num_changed_bodies = len(changed)
         if not changed:
             return
-        known = f"the {self.table.release} ({self.table.commit}) that this package was written for"
+        known = f"the {self.table.release} ({self.table.commit}) of the patch table"
         must = [each for each in changed if each.must_hold]
         if must and os.getenv(UNKNOWN_BODIES) != acceptance(must):
             raise OverlayError(
-                f"FastDeploy at {self._root} is another one inside than {known}: {'; '.join(map(str, must))}. Upgrade "
-                f"this package. {UNKNOWN_BODIES}={acceptance(must)} starts with these changes alone; tokens may "
-                "be wrong then, so read them first (docs/develop/porting.md)"
+                f"changed functions: FastDeploy at {self._root} differs from {known}: {'; '.join(map(str, must))}. "
+                "Upgrade fastdeploy-kvcache-v1, or compare the functions (docs/develop/porting.md): "
+                f"{UNKNOWN_BODIES}={acceptance(must)} starts with these changes alone, and tokens may be wrong"
             )
         logger.warning(
-            "FastDeploy at %s has %d functions that are others inside than in %s: fastdeploy-kvcache doctor names them",
+            "changed functions: FastDeploy at %s differs from %s in %d: `fastdeploy-kvcache doctor` names them",
             self._root,
-            len(changed),
             known,
+            len(changed),
         )
 
     def lost_settings(self) -> list[str]:
-        """What the table leaves out of the names of stored blocks, and this FastDeploy does not have."""
+        """Settings in the table's `not_in_names` that this FastDeploy lacks."""
         return lost_settings(self._root, self.table)
 
     def states(self) -> dict[PatchRow, PointState]:
@@ -124,22 +122,22 @@ class Overlay:
             return dict(self._states)
 
     def complete(self) -> None:
-        """Patch the modules that were half imported at `start`. Raises `OverlayError` if one still is."""
+        """Patch modules that were being imported at `start`. Raises `OverlayError` if one still is."""
         with self._lock:
             deferred = {row.module for row, state in self._states.items() if state is PointState.DEFERRED}
             for name in sorted(deferred):
                 module = sys.modules.get(name)
                 if module is None or _is_half_imported(module):
-                    raise OverlayError(f"{name} is still being imported: the overlay cannot be completed")
+                    raise OverlayError(f"{name} is still being imported, so its patches cannot be applied: report this")
                 self._module_imported(module)
 
     def require_complete(self, where: Where) -> None:
-        """Raises `OverlayError` unless every row for `where` is applied, or its module not imported at all."""
+        """Raises `OverlayError` unless each row for `where` is applied or its module is not imported."""
         self.complete()
         for row, state in self.states().items():
             waiting = state is PointState.WAITING and row.module in sys.modules
             if row.where in (where, Where.BOTH) and (waiting or state is PointState.FAILED):
-                raise OverlayError(f"{row.target} is not patched ({state.value}): refusing to serve")
+                raise OverlayError(f"{row.target} is not patched ({state.value}), so the server ends: report this")
 
     def _module_imported(self, module: ModuleType) -> None:
         name = module.__name__
@@ -169,14 +167,14 @@ def _apply(row: PatchRow, module: ModuleType) -> None:
             owner = getattr(owner, part)
         target = vars(owner)[name]
     except (AttributeError, KeyError):
-        raise OverlayError(f"{row.target} is missing although FastDeploy's source has it") from None
+        raise OverlayError(f"{row.target} is missing from its imported module: remove other plugins") from None
     ours = _load(row.ours)
     if row.kind is Kind.EXTEND:
         ours(target)
         return
     found, expected = runtime_parameters(target), expected_parameters(row.signature)
     if found != expected:
-        raise OverlayError(f"{row.target} takes {found}, not {expected}: did another plugin replace it?")
+        raise OverlayError(f"{row.target} takes {found}, expected {expected}: remove other plugins that replace it")
     if row.kind is Kind.WRAP:
         wrapt.wrap_function_wrapper(module, row.qualname, ours)
     else:
@@ -194,15 +192,14 @@ _refusal: Exception | None = None
 
 
 def start() -> Overlay | None:
-    """Start the overlay of this process, once. None when there is nothing to patch: no FastDeploy, or one that
-    needs no help.
+    """Start the overlay of this process, once. None without FastDeploy, or for one with a v1 manager of its own.
 
-    Raises `OverlayError` when FastDeploy is not a release we know, and again each time after a start that failed:
-    something may be patched by then, and a caller that goes on after an error must not get an unpatched FastDeploy.
+    Raises `OverlayError` for an unknown release. After a start that failed each call raises: some modules may be
+    patched, and the caller must not get an unpatched FastDeploy.
     """
     global _active, _refusal
     if _refusal is not None:
-        raise OverlayError(f"the overlay could not be started in this process: {_refusal}") from _refusal
+        raise OverlayError(f"FastDeploy was not patched in this process: {_refusal}") from _refusal
     if _active is None:
         fastdeploy = installed_fastdeploy()
         if fastdeploy is None:
@@ -226,7 +223,7 @@ def overlay_for(fastdeploy: FastDeployTree) -> Overlay:
 
 
 def active() -> Overlay:
-    """The overlay of this process. Raises `OverlayError` when none was started."""
+    """The overlay of this process. Raises `OverlayError` if it was not started."""
     if _active is None:
-        raise OverlayError("the overlay was not started in this process")
+        raise OverlayError(f"FastDeploy is not patched in this process: set {SWITCH}=1 before it is imported")
     return _active

@@ -14,11 +14,11 @@ from ...errors import OverlayError
 PACKAGE = "fastdeploy"
 DISTRIBUTIONS = ("fastdeploy-gpu", "fastdeploy", "fastdeploy-cpu")
 OWN_MANAGER = (
-    "this FastDeploy has a v1 KV-cache manager of its own, so fastdeploy-kvcache-v1 does nothing here: its flags, "
-    "stores, roles, request fields (cache_salt) and metrics are lost. For these, install a release that it supports"
+    "this FastDeploy has its own v1 KV-cache manager, so fastdeploy-kvcache-v1 does nothing: its flags, stores, "
+    "roles, request fields (cache_salt) and metrics are lost. To have them, install a supported release"
 )
 OVERRIDE = "FASTDEPLOY_KVCACHE_HOST_VERSION"
-"""Environment variable that names FastDeploy's version where FastDeploy does not."""
+"""Environment variable with the version of a FastDeploy that does not say it."""
 
 _RELEASE = re.compile(r"(\d+\.\d+)(?:\.\d+)*(?:[-_.]?(dev))?")
 _IN_VERSION_FILE = re.compile(r"^fastdeploy version:\s*(\S+)", re.MULTILINE)
@@ -27,17 +27,16 @@ _IN_SETUP = re.compile(r"FASTDEPLOY_VERSION\"?,\s*\"([^\"]+)\"")
 
 @dataclass(frozen=True)
 class FastDeployTree:
-    """A FastDeploy tree. `root` is the directory of its package, `version` as it names itself."""
+    """`root` is the directory of FastDeploy's package."""
 
     root: Path
     version: str
 
     @property
     def release(self) -> str:
-        """How patch tables call it: the first two numbers of the version, with "-dev" for a develop version.
+        """Name in patch tables: the first two numbers of the version, with "-dev" for a develop version.
 
-        "2.6.1" is release 2.6. "2.6.0-dev", which package metadata writes "2.6.0.dev0", is 2.6-dev: the develop branch
-        is another program than the release that has branched off it.
+        "2.6.1" is release 2.6; "2.6.0-dev" ("2.6.0.dev0" in package metadata) is 2.6-dev.
         """
         found = _RELEASE.match(self.version)
         if found is None:
@@ -60,13 +59,13 @@ def installed_fastdeploy() -> FastDeployTree | None:
 
 
 def fastdeploy_at(directory: Path, *, installed: bool = False) -> FastDeployTree:
-    """The FastDeploy of a checkout, or of its package directory. Raises `OverlayError` when there is none.
+    """The FastDeploy of a checkout or a package directory. `installed`: metadata of this environment describes it.
 
-    `installed`: distribution metadata of this environment describes it.
+    Raises `OverlayError` if there is none, or its version is unknown.
     """
     root = directory if directory.name == PACKAGE and (directory / "envs.py").is_file() else directory / PACKAGE
     if not (root / "envs.py").is_file():
-        raise OverlayError(f"{directory} holds no FastDeploy: name a checkout, or the directory of its package")
+        raise OverlayError(f"{directory} holds no FastDeploy: name a checkout or the directory of its package")
     version = os.environ.get(OVERRIDE) or _written_version(root) or (_metadata_version() if installed else None)
     if version is None:
         raise OverlayError(

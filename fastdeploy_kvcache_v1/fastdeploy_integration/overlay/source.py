@@ -1,8 +1,4 @@
-"""Reading FastDeploy's source without running it: does a patch target exist, and is its signature the expected one?
-
-Works on a tree that cannot be imported here (another machine's, or one that needs a GPU), and on the whole table before
-the first patch is applied.
-"""
+"""Check patch targets in FastDeploy's source without importing it: existence and signature."""
 
 from __future__ import annotations
 
@@ -17,20 +13,20 @@ from pathlib import Path
 from .table import Kind, PatchRow, PatchTable
 
 VALUE = "value"
-"""Signature of what is not callable."""
+"""Signature of a target that is not callable."""
 
 
 @dataclass(frozen=True)
 class Definition:
-    """What a qualified name stands for in the source."""
+    """A qualified name in the source."""
 
     signature: str
     names: frozenset[str]
-    """Attributes a class body sets, or keys of a dictionary display."""
+    """Attributes of a class body, or keys of a dictionary display."""
 
 
 def check_row(root: Path, row: PatchRow) -> str | None:
-    """None when the target is as the row expects, else what is wrong. `root` is FastDeploy's package directory."""
+    """The reason why `row` does not fit, or None. `root` is FastDeploy's package directory."""
     found = find(root, row.module, row.qualname)
     if found is None:
         return "missing"
@@ -43,7 +39,7 @@ def check_row(root: Path, row: PatchRow) -> str | None:
 
 
 def lost_settings(root: Path, table: PatchTable) -> list[str]:
-    """Settings that `table` leaves out of names, and that FastDeploy's source does not have (any more)."""
+    """Settings in the `not_in_names` of `table` that FastDeploy's source lacks."""
     lost = []
     for place, names in table.not_in_names.items():
         module, _, qualname = place.partition(":")
@@ -55,7 +51,7 @@ def lost_settings(root: Path, table: PatchTable) -> list[str]:
 
 
 def find(root: Path, module: str, qualname: str) -> Definition | None:
-    """`root` is the directory of the top-level package that `module` starts with."""
+    """`root`: directory of the top-level package of `module`."""
     match find_node(root, module, qualname):
         case ast.ClassDef() as node:
             return Definition(_class_signature(node), frozenset(_body_names(node.body)))
@@ -67,7 +63,7 @@ def find(root: Path, module: str, qualname: str) -> Definition | None:
 
 
 def find_node(root: Path, module: str, qualname: str) -> ast.stmt | None:
-    """The class, function or assignment itself, where it is defined; not to be changed."""
+    """The class, function or assignment where it is defined. Callers must not change it."""
     path = module_path(root, module)
     return None if path is None else _find(root, path, qualname.split("."))
 
@@ -102,7 +98,7 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, those inside `if` and `try` included."""
+    """Statements of a body, with those inside `if` and `try`."""
     for node in body:
         yield node
         match node:
@@ -132,7 +128,7 @@ def _body_names(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def _stored_names(path: Path) -> Iterator[str]:
-    """Attributes that anything in a module sets, and keys of its dictionary displays, which it may set by `setattr`."""
+    """Attributes set in a module, and keys of its dictionary displays, for `setattr` may set these."""
     for node in ast.walk(_parse(path)):
         match node:
             case ast.Attribute(attr=name, ctx=ast.Store()):
@@ -155,7 +151,6 @@ def _class_signature(node: ast.ClassDef) -> str:
 
 
 def _signature(arguments: ast.arguments) -> str:
-    """Parameters as written, without annotations."""
     bare = copy.deepcopy(arguments)
     for argument in ast.walk(bare):
         if isinstance(argument, ast.arg):
@@ -164,7 +159,7 @@ def _signature(arguments: ast.arguments) -> str:
 
 
 def runtime_parameters(target: object) -> list[str] | None:
-    """Parameter names of a live function, or of a live class's `__init__`; None when it is not callable."""
+    """Parameter names of a live function or of a class's `__init__`; None if `target` is not callable."""
     if isinstance(target, type):
         target = inspect.getattr_static(target, "__init__")
     if isinstance(target, (staticmethod, classmethod)):

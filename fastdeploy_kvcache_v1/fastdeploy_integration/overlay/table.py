@@ -1,41 +1,39 @@
-"""Patch tables: one TOML file per FastDeploy release names every place in it that we touch, how, and why.
+"""Patch tables: one TOML file per FastDeploy release lists every patch and its reason.
 
 [fastdeploy]
-release = "2.6"             the release as `FastDeployTree.release` names it; the file's name ends with it
-commit = "7198b5883"        the tree the table was written against
-inherits = "2.5"            optional: this file says only what differs from that release's
+release = "2.6"             as `FastDeployTree.release`; the file's name ends with it
+commit = "7198b5883"        the tree that the table was written against
+inherits = "2.5"            optional: the file has only the differences to that release
 removes = ["module:name"]   targets of inherited rows, bodies and settings (module:Class.field) that this release lacks
 
-[capabilities]
-name = true                 what the release can do, where our code depends on it: see `Capabilities`; inherited as well
+[capabilities]              inherited; see `Capabilities`
+name = true
 
-[not_in_names]
-"package.module:Class" = ["field"]  settings known not to decide the bytes of a block, left out of the name of stored
-                            blocks, as all others are in it; inherited. The keys of
-                            `fastdeploy.envs:environment_variables` are variables
+[not_in_names]              inherited; settings that do not decide the bytes of a block and are left out of the names of
+                            stored blocks. All others are in them
+"package.module:Class" = ["field"]   for `fastdeploy.envs:environment_variables`: names of variables
 
 [[patch]]
-target = "package.module:Qualified.name"   a target of an inherited row: this row replaces that one
+target = "package.module:Qualified.name"   replaces an inherited row with this target
 kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is called instead of the target
-                            replace: ours(original) returns what takes the target's place
-                            extend: ours(target) adds the names of `adds`, which must not be there yet unless `optional`
-                            has them too
+                            replace: ours(original) returns the object that takes the target's place
+                            extend: ours(target) adds the names of `adds`, which FastDeploy must not have
 ours = "package.module:function"
-signature = "(self, x, y=1)"  what FastDeploy's parameters must be, without annotations (wrap and replace);
-                            of a class: the parameters of its __init__; "value" for anything that is not callable
-adds = ["name"]             attributes of a class, keys of a dictionary (extend)
+signature = "(self, x, y=1)"  FastDeploy's parameters without annotations (wrap and replace);
+                            for a class those of its __init__; "value" for a target that is not callable
+adds = ["name"]             attributes of a class or keys of a dictionary (extend)
                             "<flags>" in any list stands for the names of `ADDED_FLAGS`,
                             "<request fields>" for those of `cache_identity.FIELDS`
-optional = ["name"]         those of `adds` that FastDeploy may have itself, with the same meaning: ours leaves them
-where = "engine"            engine, worker, or both: the processes in which it has an effect
+optional = ["name"]         names of `adds` that FastDeploy may have with the same meaning: ours leaves them
+where = "engine"            engine, worker or both: the processes in which it has an effect
 why = "one sentence"
 
-[[body]]                    a function or class whose inside we rely on; inherited. What a row replaces is one of them,
-                            and must hold, without being named
+[[body]]                    inherited; a function or class whose body our code relies on. Targets of replace rows are
+                            bodies that must hold, without a [[body]]
 target = "package.module:Qualified.name"
 why = "one sentence"
-must_hold = true            with another body a server does not start; default: it warns
-may_change = ["name"]       locals whose assignments are no change, whatever they say: ours does not ask for them
+must_hold = true            a server does not start with another body; default: it warns
+may_change = ["name"]       locals whose assignments may change
 """
 
 from __future__ import annotations
@@ -64,8 +62,6 @@ TABLE_NAME = "fastdeploy-{release}.toml"
 
 
 class Kind(str, enum.Enum):
-    """How a patch changes its target."""
-
     WRAP = "wrap"
     REPLACE = "replace"
     EXTEND = "extend"
@@ -80,29 +76,28 @@ class Where(str, enum.Enum):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a release can do, as `[capabilities]` of its table says. What no table of its chain names is False.
+    """Facts about a release that our code depends on and no signature shows. Code asks for these, never for a release.
 
-    Code of ours asks for a capability, never for a release. A capability belongs here when code of ours depends on it
-    and no signature shows it.
+    A capability that no table of the release's chain names is False.
     """
 
     flash_block_wise_fp8: bool = False
-    """With `block_wise_fp8`, flash attention keeps its scales in the cache, as append attention does everywhere."""
+    """With `block_wise_fp8`, flash attention keeps its scales in the cache, as append attention always does."""
 
     counts_preallocated: bool = False
     """A gauge counts the requests of a decode server between their blocks and their first token."""
 
     acknowledged_cache_info: bool = False
-    """A prefill server schedules a request once its messager has said that it knows of the transfer."""
+    """A prefill server schedules a request only after its messager has acknowledged the transfer."""
 
     reschedules: bool = False
-    """A request that fails after its first token may be answered with the tokens that it has, and a router goes on from
-    there. It tries one again whose error contains "PD Error".
+    """A request that fails after its first token may be answered with its tokens so far, and the router continues it.
+    The router retries requests whose error contains "PD Error".
     """
 
 
 class PatchRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One touched place in FastDeploy. Raises `ValueError` for one that contradicts itself."""
+    """One patch. Raises `ValueError` for contradictory fields."""
 
     target: str
     kind: Kind
@@ -115,13 +110,13 @@ class PatchRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if unknown := {*self.optional} - {*self.adds}:
-            raise ValueError(f"`optional` has {', '.join(sorted(unknown))}, and `adds` does not")
+            raise ValueError(f"`optional` has {', '.join(sorted(unknown))}, which `adds` lacks")
         for reference in (self.target, self.ours):
             module, _, qualname = reference.partition(":")
             if not all(part.isidentifier() for part in [*module.split("."), *qualname.split(".")]):
-                raise ValueError(f"{reference!r} is not of the form package.module:Qualified.name")
+                raise ValueError(f"got {reference!r}, expected package.module:Qualified.name")
         if (self.kind is Kind.EXTEND) != bool(self.adds) or (self.kind is Kind.EXTEND) == bool(self.signature):
-            raise ValueError("extend needs `adds`, wrap and replace need `signature`, and neither the other's")
+            raise ValueError("extend needs `adds` and no `signature`; wrap and replace need `signature` and no `adds`")
 
     @property
     def module(self) -> str:
@@ -133,18 +128,16 @@ class PatchRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function or class of FastDeploy's whose inside our code relies on."""
+    """A function or class of FastDeploy whose body our code relies on; fields as in `[[body]]`."""
 
     target: str
     why: str
     must_hold: bool = False
-    """With another one, a server must not start."""
     may_change: tuple[str, ...] = ()
-    """Locals that may be assigned anything."""
 
 
 class PatchTable(msgspec.Struct, frozen=True):
-    """All rows for one release of FastDeploy, inherited ones included."""
+    """All rows for one release, with the inherited ones."""
 
     release: str = ""
     commit: str = ""
@@ -156,8 +149,6 @@ class PatchTable(msgspec.Struct, frozen=True):
 
 
 class _About(msgspec.Struct, forbid_unknown_fields=True):
-    """The section `[fastdeploy]`."""
-
     release: str
     commit: str
     inherits: str = ""
@@ -165,7 +156,7 @@ class _About(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """One file, without what it inherits."""
+    """One file, without inherited rows."""
 
     fastdeploy: _About
     capabilities: Capabilities = Capabilities()
@@ -175,7 +166,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def table_directory() -> Path:
-    """Where the tables are: inside the installed package, or `patches/` of a checkout."""
+    """Inside the installed package, or `patches/` of a checkout."""
     inside = Path(__file__).parents[1] / "patches"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "patches"
 
@@ -187,12 +178,12 @@ def known_releases(name: str = TABLE_NAME) -> list[str]:
 
 
 def checkout_variable(release: str) -> str:
-    """Environment variable that names a checkout of `release` for tests and benchmarks: `FASTDEPLOY_26_DEV`."""
+    """Environment variable with a checkout of `release` for tests and benchmarks, `FASTDEPLOY_26_DEV` for example."""
     return "FASTDEPLOY_" + release.replace(".", "").replace("-", "_").upper()
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises `OSError`, or `ValueError` for what is no TOML."""
+    """Raises `OSError`, and `ValueError` for invalid TOML."""
     text = path.read_text(encoding="utf-8")
     for mark, names in (("<flags>", [flag.name for flag in ADDED_FLAGS]), ("<request fields>", FIELDS)):
         text = text.replace(f'"{mark}"', ", ".join(f'"{name}"' for name in names))
@@ -200,7 +191,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def table_for(release: str) -> PatchTable:
-    """The table for `release`, for example "2.5". Raises `OverlayError` when there is none."""
+    """The table for `release`, for example "2.5". Raises `OverlayError` if there is none."""
     if release not in known_releases():
         known = ", ".join(known_releases()) or "none"
         raise OverlayError(
@@ -211,21 +202,21 @@ def table_for(release: str) -> PatchTable:
 
 
 def load_table(path: Path) -> PatchTable:
-    """The table in `path`, on top of those it inherits from, which lie beside it.
+    """The table in `path`, over the tables beside it that it inherits.
 
-    Raises `OverlayError` naming the file, and the row, for anything missing, unknown or contradictory.
+    Raises `OverlayError`, with file and row, for missing, unknown or contradictory content.
     """
     return _load(path, ())
 
 
 def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
-    """`heirs`: the releases that inherit from this file, the nearest one last."""
+    """`heirs`: releases that inherit from this file, the nearest last."""
     try:
         content = read_toml(path)
         file = _decoded(content)
         about = file.fastdeploy
         if not path.name.endswith(f"-{about.release}.toml"):
-            raise ValueError(f"its name must end with -{about.release}.toml, because it says release {about.release!r}")
+            raise ValueError(f"its release is {about.release!r}, so its name must end with -{about.release}.toml")
         parent, chain = PatchTable(), (*heirs, about.release)
         if about.inherits:
             parent = _load(_parent_path(path, about.inherits, chain), chain)
@@ -243,7 +234,7 @@ def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
 
 
 def _decoded(content: dict[str, Any]) -> _File:
-    """Raises `ValueError`, which names the row by its target."""
+    """Raises `ValueError` with the target of the wrong row."""
     try:
         return msgspec.convert(content, _File)
     except msgspec.ValidationError as error:
@@ -265,7 +256,7 @@ def _parent_path(path: Path, inherits: str, chain: tuple[str, ...]) -> Path:
 
 
 def _merged(parent: PatchTable, rows: Sequence[PatchRow], removes: Sequence[str]) -> tuple[PatchRow, ...]:
-    """Inherited rows in their order, replaced where `rows` has their target; then what `rows` adds."""
+    """Inherited rows in their order, replaced where `rows` has their target; then new rows."""
     inherited = {row.target: row for row in parent.rows}
     own = {row.target: row for row in rows}
     if doubled := sorted(target for target, times in Counter(row.target for row in rows).items() if times > 1):
@@ -274,7 +265,7 @@ def _merged(parent: PatchTable, rows: Sequence[PatchRow], removes: Sequence[str]
     if absent := [each for each in removes if each not in inherited.keys() | parent.bodies.keys() | settings]:
         raise ValueError(f"it removes {', '.join(absent)}, which it does not inherit")
     if both := [target for target in removes if target in own]:
-        raise ValueError(f"it removes {', '.join(both)} and has a row for it: the row alone replaces the inherited one")
+        raise ValueError(f"it removes {', '.join(both)} and has a row for it: the row is enough, drop the removal")
     if same := [target for target, row in own.items() if inherited.get(target) == row]:
         raise ValueError(f"it repeats the row of {parent.release} for {', '.join(same)}: leave the row out")
     merged = {target: row for target, row in inherited.items() if target not in removes} | own
@@ -286,10 +277,10 @@ def _merged(parent: PatchTable, rows: Sequence[PatchRow], removes: Sequence[str]
 def _united(
     inherited: Mapping[str, frozenset[str]], own: Mapping[str, Sequence[str]], removes: Sequence[str]
 ) -> dict[str, frozenset[str]]:
-    """Both lists of settings, by where they are."""
+    """Settings by place, without those of `removes`."""
     for place, names in own.items():
         if doubled := sorted({name for name in names if names.count(name) > 1 or name in inherited.get(place, ())}):
-            raise ValueError(f"not_in_names: {place} has {', '.join(doubled)} twice, here or inherited")
+            raise ValueError(f"not_in_names: {place} has {', '.join(doubled)} twice, here or inherited: keep one")
     kept = {
         place: frozenset(name for name in names if f"{place}.{name}" not in removes)
         for place, names in inherited.items()

@@ -58,7 +58,7 @@ def test_what_the_engine_did_not_attach_is_never_decoded(forged, caplog):
     assert take_running([first, second]) == ((0, 5),)
     assert SwapInbox().take([first, second]) == [STEP]
     assert vars(second) == {}
-    assert "_kvcache_v1_swaps of 1 requests is not from the engine: ignored" in caplog.text
+    assert "1 requests have an attribute _kvcache_v1_swaps that a client set: ignored" in caplog.text
 
 
 def test_a_request_that_comes_in_brings_nothing_under_our_names():

@@ -43,11 +43,11 @@ def write(tmp_path):
         ({"where": "router"}, r"Invalid enum value 'router' - at `\$.where`"),
         ({"adds": "name"}, r"Expected `array`, got `str` - at `\$.adds`"),
         ({"why": 1}, r"Expected `str`, got `int` - at `\$.why`"),
-        ({"target": "fakefd.engine.Engine"}, "not of the form"),
-        ({"ours": "os.path"}, "not of the form"),
+        ({"target": "fakefd.engine.Engine"}, "expected package.module:Qualified.name"),
+        ({"ours": "os.path"}, "expected package.module:Qualified.name"),
         ({"signature": ""}, "wrap and replace need `signature`"),
         ({"kind": "extend"}, "extend needs `adds`"),
-        ({"optional": ["name"]}, "`optional` has name, and `adds` does not"),
+        ({"optional": ["name"]}, "`optional` has name, which `adds` lacks"),
         ({"colour": "red"}, "unknown field `colour`"),
         *(({field: None}, f"missing required field `{field}`") for field in ("kind", "ours", "where", "why")),
     ],
@@ -147,7 +147,7 @@ def test_a_cycle_names_its_releases(write):
 def test_a_copied_table_that_still_says_its_old_release_is_refused(write, tmp_path):
     copied = tmp_path / "fake-9.2.toml"
     write([SCHEDULE], release="9.1").rename(copied)
-    with pytest.raises(OverlayError, match=r"its name must end with -9\.1\.toml, because it says release '9\.1'"):
+    with pytest.raises(OverlayError, match=r"its release is '9\.1', so its name must end with -9\.1\.toml"):
         load_table(copied)
 
 

@@ -73,7 +73,7 @@ def test_layouts_that_kernels_do_not_read_are_refused():
 def test_a_backend_whose_shape_drifted_is_refused():
     backend = AppendAttentionBackend()
     backend.get_kv_cache_shape = lambda max_num_blocks, kv_cache_quant_type: ([1, 4, 2, 8], [1, 4, 2, 8])
-    with pytest.raises(ConfigError, match=r"AppendAttentionBackend wants cache blocks of \[\(1, 4, 2, 8\)"):
+    with pytest.raises(ConfigError, match=r"AppendAttentionBackend asks for cache blocks of \[\(1, 4, 2, 8\)"):
         create_kv_cache(backend, 1, 1, dtype="bfloat16")
 
 
