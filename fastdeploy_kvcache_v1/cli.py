@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import __version__
-from .contract.extras import needed_by
+from .contract.installation import needed_by
 from .errors import ConfigError, KVCacheError
 
 PROGRAM = "fastdeploy-kvcache"

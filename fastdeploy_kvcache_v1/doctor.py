@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import __version__, plugin
-from .contract.extras import Finding, needed_by
+from .contract.installation import Finding, needed_by
 from .errors import ConfigError, KVCacheError
 
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import asdict
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
-from fastdeploy_kvcache_v1.contract import extras
+from fastdeploy_kvcache_v1.contract.installation import Finding
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import checks as fastdeploy_checks
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
@@ -301,7 +301,7 @@ def test_a_library_that_the_system_lacks_is_named_with_its_package(monkeypatch, 
     assert "libabsent.so.7" in found.detail
     assert found.detail.endswith("missing here: apt-get install libabsent7")
     monkeypatch.setattr(room, table, {"libc.so.6": "libc6"})
-    assert findings(check).get("system libraries", extras.Finding(True, "", "")).ok
+    assert findings(check).get("system libraries", Finding(True, "", "")).ok
 
 
 @pytest.fixture

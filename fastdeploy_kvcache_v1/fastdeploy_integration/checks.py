@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from ..contract.extras import Finding
+from ..contract.installation import Finding
 from ..errors import OverlayError
 from ..switch import SWITCH, is_enabled
 from .overlay import bodies, release, table

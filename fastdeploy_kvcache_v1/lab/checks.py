@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
-from ..contract.extras import MODULES, Finding
+from ..contract.installation import MODULES, Finding
 from ..errors import OverlayError
 
 COMMANDS = {"": "replay and traffic", "embedded": "serve and router", "demo": "demo"}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config import MIB
-from ..contract.extras import Finding, missing_libraries, needed_by
+from ..contract.installation import Finding, missing_libraries, needed_by
 from ..errors import KVCacheError
 
 CLIENTS = {"mooncake": "mooncake", "attention_store": "attentionstore_sdk"}

@@ -12,7 +12,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import msgspec
 
-from ..contract.extras import Finding
+from ..contract.installation import Finding
 from ..errors import KVCacheError, PeerRefusedError
 from .authentication import prove_to_peer
 from .channel import connect

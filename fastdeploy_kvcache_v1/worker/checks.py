@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config import GIB
-from ..contract.extras import Finding, missing_libraries
+from ..contract.installation import Finding, missing_libraries
 from ..errors import KVCacheError
 
 PADDLE_LIBRARIES = {"libgomp.so.1": "libgomp1"}

@@ -327,7 +327,7 @@ def test_to_the_doctor_even_a_missing_requirement_is_a_finding(bare):
 
 def test_without_extras_no_package_of_one_is_there(installed, required):
     code = (
-        "import importlib.util, os; from fastdeploy_kvcache_v1.contract.extras import DEPENDENCIES;"
+        "import importlib.util, os; from fastdeploy_kvcache_v1.contract.installation import DEPENDENCIES;"
         "print(*sorted(name for name in DEPENDENCIES if importlib.util.find_spec(name)))"
     )
     found = run(installed.python, "-c", code, env={**os.environ, "PYTHONPATH": str(required)}).split()

@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from fastdeploy_kvcache_v1.contract.extras import DEPENDENCIES
+from fastdeploy_kvcache_v1.contract.installation import DEPENDENCIES
 
 from .house import LAB, PACKAGE, PICTURE, drawn, imported_files, imported_places, place_of, rooms, sources
 

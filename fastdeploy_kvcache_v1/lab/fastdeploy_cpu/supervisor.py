@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ...contract.extras import needed_by
+from ...contract.installation import needed_by
 from ...errors import KVCacheError
 from ...fastdeploy_integration.engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from ...fastdeploy_integration.settings import LOG_DIRECTORY, RUN_DIRECTORY

@@ -15,7 +15,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint8, c
 from functools import cache
 from typing import Any, Protocol
 
-from ...contract.extras import needed_by
+from ...contract.installation import needed_by
 from ...errors import ConfigError, TransferError
 
 VERSION = 12080

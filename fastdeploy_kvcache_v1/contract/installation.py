@@ -1,4 +1,4 @@
-"""The packages that extras install, and the one line for a user who lacks one of them."""
+"""What an installation has and lacks: packages by extra, system libraries, and `Finding`, a line of doctor's report."""
 
 from __future__ import annotations
 
