@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NewType, Protocol
 
 from ..errors import UnsupportedCopyError
@@ -375,7 +375,7 @@ class RankCopies:
 
     swap_in: CopyTotals = part(CopyTotals, "swap_", direction="in")
     swap_out: CopyTotals = part(CopyTotals, "swap_", direction="out")
-    exposed_wait_s: float = counter("Time that compute waited for copies", "exposed_wait_seconds")
+    exposed_wait_total_s: float = counter("Time that compute waited for copies", "exposed_wait_seconds")
     paths: tuple[CopyPath, ...] = gauge(
         "1 for a way in which blocks are copied, 0 for one that was left, and why",
         "copy_path",
@@ -393,14 +393,18 @@ class RankCopies:
         else:
             totals.failures += 1
 
+    def snapshot(self) -> RankCopies:
+        """These numbers in an object of their own, for a report that is encoded while the worker goes on counting."""
+        return replace(self, swap_in=replace(self.swap_in), swap_out=replace(self.swap_out))
+
 
 @dataclass(frozen=True)
 class WorkerReport:
     """Copies that ended since the last report."""
 
     transfers: tuple[CopyResult, ...] = ()
-    exposed_wait_s: float = 0.0
-    """Seconds the compute stood still for copies since the last report."""
+    exposed_wait_since_last_s: float = 0.0
+    """Seconds that compute waited for copies since the last report."""
     ended_through: int = -1
     """No copy of this swap step or an earlier one runs any more, and what became of it is in this report or in an
     earlier one. Copies that never reached the worker count as ended, too.
@@ -410,7 +414,7 @@ class WorkerReport:
     prefills: tuple[PrefillTime, ...] = ()
     """Passes of FastDeploy's workers that ended since the last report; the embedded engine has a clock of its own."""
     copies: RankCopies | None = None
-    """Totals, which the worker goes on counting in."""
+    """Totals at the time of the report."""
 
 
 class CacheEvent(NamedTuple):

@@ -98,6 +98,8 @@ class CacheTransferManager:
         self._device_layers = tuple(device_layers)
         self._copies = runtime.new_copies(device_layers, host.layers) if host.num_blocks else None
         counted.paths = runtime.copy_paths()
+        self._totals = counted.snapshot()
+        """As of the last report that had news."""
         self._streams: dict[Actor, Stream] = {}
         self._transfers: list[Transfer] = []
         """Those that are not reported, and those that were reported as given up and are still running."""
@@ -308,12 +310,14 @@ class CacheTransferManager:
         waited_s = self._runtime.compute_stream.waited_s
         waited, self._waited_s = waited_s - self._waited_s, waited_s
         results = tuple(self.take_results())
-        self._counted.exposed_wait_s += waited
-        for result in results:
-            self._counted.add(result)
-            self._counted.paths = self._runtime.copy_paths()  # one that failed may be left
+        if results or waited:
+            self._counted.exposed_wait_total_s += waited
+            for result in results:
+                self._counted.add(result)
+            self._counted.paths = self._runtime.copy_paths()  # a failed path may be unused from now on
+            self._totals = self._counted.snapshot()
         oldest = min((transfer.step for transfer in self._transfers), default=self._last_step + 1)
-        return WorkerReport(results, waited, oldest - 1, copies=self._counted)
+        return WorkerReport(results, waited, oldest - 1, copies=self._totals)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
         if transfer.given_up is None and not transfer.is_reported:

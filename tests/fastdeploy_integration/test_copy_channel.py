@@ -291,7 +291,7 @@ def test_a_directory_that_somebody_else_could_have_made_is_refused(path, make, r
 
 
 PATHS = CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")
-COPIES = RankCopies(CopyTotals(1, 2, 0.5, 3), CopyTotals(4, 5, 0.25, 6), exposed_wait_s=0.125, paths=PATHS)
+COPIES = RankCopies(CopyTotals(1, 2, 0.5, 3), CopyTotals(4, 5, 0.25, 6), exposed_wait_total_s=0.125, paths=PATHS)
 FAILED = (
     CopyResult(7, *SWAP_OUT, 2, 0, 0.0, (4, 5), "OSError: bus error"),
     CopyResult(8, *SWAP_IN, 1, 0, 0.0, (9,), "late"),
@@ -334,7 +334,7 @@ def message(**changed):
         json.dumps([SHAPE]).encode(),
         json.dumps([SHAPE, {}]).encode(),
         json.dumps([SHAPE, [0, "w", 0]]).encode(),
-        message(exposed_wait_s="x"),
+        message(exposed_wait_since_last_s="x"),
         message(copies={"swap_in": {"blocks": "many"}}),
         message(transfers=[[1, "device", "moon", 1, [1], "e"]]),
         message(ended_through=None),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
+import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.contract.messages import NO_SWAP_IN, NO_SWAP_OUT, CacheLevel, CopyPath
@@ -363,29 +366,45 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
     rig.submit(into=swap_in((0,), (4,)))
     counter = rig.submit(swap_out((0,), (2,)), swap_in((1,), (5,)), overwritten=slot_set([0]))
     waits = rig.controller.transfers.before_compute([4], [0], counter=counter, by_layer=True)
-    assert rig.controller.transfers.take_report().exposed_wait_s == 1
+    assert rig.controller.transfers.take_report().exposed_wait_since_last_s == 1
     waits.wait_for_layer(0)
-    assert rig.controller.transfers.take_report().exposed_wait_s == 2
-    assert rig.controller.transfers.take_report().exposed_wait_s == 0
+    assert rig.controller.transfers.take_report().exposed_wait_since_last_s == 2
+    assert rig.controller.transfers.take_report().exposed_wait_since_last_s == 0
     rig.controller.free()
     rig.controller.initialize_kv_cache(6, 6)
-    assert rig.controller.transfers.take_report().exposed_wait_s == 0, "what was told of the tensors before"
-    assert rig.controller.copies.exposed_wait_s == 3
+    assert rig.controller.transfers.take_report().exposed_wait_since_last_s == 0, "what was told of the tensors before"
+    assert rig.controller.copies.exposed_wait_total_s == 3
 
 
 def test_reports_carry_what_the_rank_counted_also_with_earlier_tensors(rig):
     rig.runtime.fail_next(SWAP_IN, OSError("no such page"))
     rig.submit(swap_out((0, 1), (0, 1)), swap_in((5,), (4,)))
     rig.controller.transfers.drain()
-    (reported,) = {id(rig.controller.transfers.take_report().copies) for _ in range(2)}
+    rig.controller.transfers.take_report()
     rig.controller.free()
     rig.controller.initialize_kv_cache(6, 6)
     rig.submit(swap_out((2,), (2,)))
     rig.controller.transfers.drain()
     copies = rig.controller.transfers.take_report().copies
-    assert id(copies) == reported
     assert (copies.swap_out.blocks, copies.swap_in.blocks, copies.swap_in.failures) == (3, 0, 1)
     assert copies.swap_out.bytes == 3 * rig.controller.layout.block_bytes
+
+
+def test_a_report_keeps_its_totals_while_the_worker_goes_on_counting(rig):
+    """Another thread may encode it meanwhile: a half-counted copy would be a torn report."""
+    reports, wire = [], []
+    for number in range(3):
+        rig.submit(swap_out((number,), (number,)))
+        rig.controller.transfers.drain()
+        reports.append(rig.controller.transfers.take_report())
+        wire.append(msgspec.json.encode(reports[-1]))
+    assert [msgspec.json.encode(report) for report in reports] == wire
+    assert [report.copies.swap_out.blocks for report in reports] == [1, 2, 3]
+    assert rig.controller.transfers.take_report().copies is reports[-1].copies, "a step without news copies nothing"
+    counted, told = rig.controller.copies, reports[-1].copies
+    parts = [field.name for field in fields(counted) if is_dataclass(getattr(counted, field.name))]
+    assert parts
+    assert all(getattr(counted, part) is not getattr(told, part) for part in parts)
 
 
 def test_a_report_says_how_blocks_are_copied_now(rig, monkeypatch):

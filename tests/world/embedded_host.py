@@ -61,7 +61,7 @@ class EngineRank(Tensors):
     def run(self, batch: BatchRequest) -> StepResult:
         self._tasks = {id(task.block_table): task for task in batch.requests}
         result = self.runner.run(batch)
-        return replace(result, report=replace(result.report, exposed_wait_s=0.0))  # of a real clock
+        return replace(result, report=replace(result.report, exposed_wait_since_last_s=0.0))  # of a real clock
 
     def _forward(self, slices: Any, caches: Any, before_layer: Any) -> list[Any]:
         tasks = [self._tasks[id(each.block_table)] for each in slices]

@@ -256,7 +256,7 @@ class CpuModelRunner:
         # How long this rank waited for copies is known, not how long it waited for another one that waited for its own.
         is_timed = self._ranks.size == 1 or not any(step.swap_in for step in batch.swap_steps)
         if prompts and is_timed and not (result.retry or result.errors):
-            prefill = PrefillTime.of(prompts, seconds - result.report.exposed_wait_s)
+            prefill = PrefillTime.of(prompts, seconds - result.report.exposed_wait_since_last_s)
             self._tell(replace(result.report, prefills=(prefill,)))
         else:
             self._tell(result.report)

@@ -250,7 +250,7 @@ class EngineCore:
         plan, self._in_flight = self._in_flight, None
         if self.storage is not None:
             self.storage.pass_ended(self._step_in_flight)
-        self._measure(plan, self._clock() - self._sent_at - result.report.exposed_wait_s)
+        self._measure(plan, self._clock() - self._sent_at - result.report.exposed_wait_since_last_s)
         retry = {**result.retry, **retry}
         for item in plan:
             generation = item.generation

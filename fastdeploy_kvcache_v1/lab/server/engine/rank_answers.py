@@ -64,7 +64,9 @@ class RankAnswers:
             merged,
             retry={name: reason for each in answers for name, reason in each.retry.items()},
             errors={name: reason for each in answers for name, reason in each.errors.items()},
-            report=WorkerReport(exposed_wait_s=max(each.report.exposed_wait_s for each in answers)),
+            report=WorkerReport(
+                exposed_wait_since_last_s=max(each.report.exposed_wait_since_last_s for each in answers)
+            ),
         )
 
     def check(self) -> None:

@@ -120,7 +120,7 @@ def test_requests_lose_a_step_to_what_the_worker_says_and_to_what_the_report_say
 
 def test_what_a_worker_counts_is_known_from_its_last_report():
     """Also between two steps."""
-    harness, counted = Harness(small()), RankCopies(exposed_wait_s=0.5)
+    harness, counted = Harness(small()), RankCopies(exposed_wait_total_s=0.5)
     for report in (WorkerReport((), 0.5, copies=counted), WorkerReport()):
         harness.core.on_report(report)
     assert harness.core.counters.copies == [counted]

@@ -49,7 +49,7 @@ class TimedHarness(Harness):
             copying += seconds if is_swap_in else 0.0
             transfers.append(replace(transfer, seconds=seconds))
         waited = max(0.0, copying - compute_s)
-        report = replace(result.report, transfers=tuple(transfers), exposed_wait_s=waited)
+        report = replace(result.report, transfers=tuple(transfers), exposed_wait_since_last_s=waited)
         return compute_s + waited, replace(result, report=report)
 
     def serve(self, prompt):
