@@ -153,7 +153,8 @@ def test_a_start_warns_once_of_changed_bodies_and_refuses_some(tmp_path, known, 
     ]
     (tmp_path / "worse").mkdir()
     host = Overlay(table(tmp_path), tree(tmp_path / "worse", BODY.replace("SECOND = 2", "SECOND = 3")))
-    with pytest.raises(OverlayError, match=rf"^changed functions: .* differs from the 9\.1.*{KINDS}: changed at line 4"):
+    told = rf"^changed functions: .* differs from the 9\.1.*{KINDS}: changed at line 4"
+    with pytest.raises(OverlayError, match=told):
         host.start()
     accepts = f"{overlay.UNKNOWN_BODIES}={bodies.acceptance(host.changed_bodies())}"
     findings = body_findings(host, FastDeployTree(tmp_path / "worse", "9.1"))
