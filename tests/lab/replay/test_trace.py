@@ -285,10 +285,3 @@ def test_conversations_of_the_sample_trace_return():
         repeated += len(seen.intersection(request.hash_ids))
         seen.update(request.hash_ids)
     assert repeated > sum(len(request.hash_ids) for request in requests) / 2
-
-
-def test_the_commands_of_the_tour_name_the_sample_trace():
-    named = str(sample_trace.PATH.relative_to(ROOT))
-    lines = (ROOT / "docs" / "quickstart.md").read_text().splitlines()
-    commands = [line.split() for line in lines if line.startswith("    .venv/bin/")]
-    assert [words[1] for _, *words in commands if words[0] == "replay"] == [named, named]
