@@ -124,7 +124,7 @@ class WorkerThread:
         assert self._on_death is not None
         self._on_death(reason)
 
-    def close(self) -> None:
+    def close(self, deadline: float | None = None) -> None:
         self.gate.set()
         self._inbox.put(None)
         if self._thread is not None:

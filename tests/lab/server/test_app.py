@@ -213,13 +213,11 @@ def test_reset_forgets_the_cache(server):
     assert server.client.post("/reset_prefix_cache?reset_external=perhaps").status_code == 400
 
 
-def test_metrics(server, monkeypatch):
-    paths = CopyPath("in", "some"), CopyPath("out", "other", "it is slow")
-    worker = server.worker.worker
-    monkeypatch.setattr(worker.runtime, "copy_paths", lambda: paths)
-    worker.controller.copies.paths = paths
+def test_metrics(server):
     for _ in range(2):
         server.complete(prompt="a prompt of some length")
+    paths = CopyPath("in", "some"), CopyPath("out", "other", "it is slow")
+    server.engine.core.counters.copies[0].paths = paths
     text = server.client.get("/metrics").text
     for line in (
         "device_blocks 64.0",
