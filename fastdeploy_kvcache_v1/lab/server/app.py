@@ -10,9 +10,10 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,12 +23,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config import MIB
 from ...errors import InvariantError, KVCacheError
+from ...scheduler.snapshot import MOST_BLOCKS
 from .api_docs import answers, described_app, readable
 from .api_error import ApiError, describe_validation, error_body
 from .disaggregation.settings import Role
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
 from .engine.generation import Delta, Failure
+from .engine.request_times import MOST_KEPT
 from .metrics import Metrics
 from .prefill_job import PREFILL_HEADER, PROOF_HEADER, proves
 from .requests import Reading, RequestReader, check_model
@@ -217,6 +220,18 @@ def _add_service_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
         except InvariantError as error:
             return JSONResponse({"ok": False, "error": str(error)}, 500)
         return JSONResponse({"ok": True, **report})
+
+    @app.api_route("/debug/cache", methods=GET)
+    def debug_cache(blocks: Annotated[int, Query(ge=0, le=MOST_BLOCKS)] = 1024) -> dict[str, Any]:
+        """Embedded server only: which runs are in which tier, see `CacheManager.snapshot`. A thread of its own asks."""
+        storage = engine.core.storage
+        return asdict(engine.core.manager.snapshot(blocks, stored=() if storage is None else storage.known))
+
+    @app.api_route("/debug/requests", methods=GET)
+    async def debug_requests(limit: Annotated[int, Query(ge=0, le=MOST_KEPT)] = 32) -> dict[str, Any]:
+        """Embedded server only: where the time of open and of the last requests went, see `RequestReport`."""
+        reports = await _on_engine(engine, lambda core: core.requests(limit))
+        return {"requests": [report._asdict() for report in reports]}
 
 
 async def _on_engine(engine: Engine, action: Callable[[EngineCore], T]) -> T:

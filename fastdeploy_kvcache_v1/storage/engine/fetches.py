@@ -13,6 +13,7 @@ from ..settings import Prefetch, StorageSettings
 from .breaker import Breaker, of_rank
 from .counters import StorageCounters
 from .fetch import Fetch, Piece
+from .known_blocks import KnownBlocks
 from .link import Link
 from .store_costs import PIECE_BLOCKS, StoreCosts
 from .target import Target
@@ -49,6 +50,7 @@ class Fetches:
         target: Target,
         counters: StorageCounters,
         clock: Callable[[], float],
+        known: KnownBlocks,
     ) -> None:
         self._manager = manager
         self._settings = settings
@@ -56,6 +58,7 @@ class Fetches:
         self._target = target
         self._query_breaker, self._load_breaker = Breaker(clock), Breaker(clock)
         self._counters = counters
+        self._known = known
         self.costs = StoreCosts(manager.config.block_size)
         self._clock = clock
         self._block_size = manager.config.block_size
@@ -198,7 +201,9 @@ class Fetches:
 
     def _complete(self, piece: Piece) -> None:
         del self._pieces[piece.load_id]
-        num_cached = self._manager.complete_load(piece.load_id, min(piece.arrived.values()))
+        num_arrived = min(piece.arrived.values())
+        num_cached = self._manager.complete_load(piece.load_id, num_arrived)
+        self._known.add(piece.hashes[:num_arrived])
         fetch = piece.fetch
         if num_cached < len(piece.slots) and not self._is_present(fetch, piece.end):
             fetch.end = fetch.next  # nothing can be cached behind what is missing

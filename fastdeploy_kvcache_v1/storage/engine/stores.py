@@ -11,6 +11,7 @@ from ...scheduler.cache_manager import CacheManager
 from ..messages import StoreBlocks, StoreDone
 from .breaker import Breaker, of_rank
 from .counters import StorageCounters
+from .known_blocks import KnownBlocks
 from .link import Link
 from .open_copies import OpenCopies
 from .store_side import StoreSide
@@ -35,12 +36,14 @@ class Stores(StoreSide):
         copies: OpenCopies,
         counters: StorageCounters,
         clock: Callable[[], float],
+        known: KnownBlocks,
     ) -> None:
         self._manager = manager
         self._link = link
         self._copies = copies
         self._breaker = Breaker(clock)
         self._counters = counters
+        self._known = known
         self._waiting: deque[tuple[int, frozenset[int]]] = deque()
         """Step and host slots that it filled."""
         self._under_way: dict[str, _Store] = {}
@@ -88,6 +91,7 @@ class Stores(StoreSide):
         self._manager.end_store(answer.store_id)
         if store.error is None and store.is_wanted:
             self._link.commit(store.hashes)
+            self._known.add(store.hashes)
 
     @property
     def is_left_alone(self) -> bool:

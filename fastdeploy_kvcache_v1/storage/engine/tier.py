@@ -15,6 +15,7 @@ from ..namespace import Namespace
 from ..settings import StorageSettings
 from .counters import StorageCounters
 from .fetches import Fetches
+from .known_blocks import KnownBlocks
 from .link import Answer, Link
 from .open_copies import OpenCopies
 from .open_passes import OpenPasses, Passes
@@ -72,7 +73,8 @@ class StorageTier:
         self._clock = clock
         self._copies = OpenCopies(link.num_ranks)
         self._passes = OpenPasses() if passes is None else passes
-        self._fetches = Fetches(manager, settings, link, self._make_target(), self.counters, clock)
+        self.known = KnownBlocks()
+        self._fetches = Fetches(manager, settings, link, self._make_target(), self.counters, clock, self.known)
         self._stores = self._make_stores()
         self._namespace: Namespace | None = None
         """None: what is stored now would get the name of other weights."""
@@ -87,7 +89,7 @@ class StorageTier:
         return HostTarget(self._manager, self._link, self._copies)
 
     def _make_stores(self) -> StoreSide:
-        return Stores(self._manager, self._link, self._copies, self.counters, self._clock)
+        return Stores(self._manager, self._link, self._copies, self.counters, self._clock, self.known)
 
     # ---- requests
 
@@ -198,11 +200,13 @@ class StorageTier:
     def use_namespace(self, namespace: Namespace) -> None:
         """From here on blocks have other bytes, after a weight update for example. After `cache_reset`."""
         self._namespace = namespace
+        self.known.forget()
         self._link.send(UseNamespace(namespace))
 
     def forget_namespace(self) -> None:
         """Nothing is loaded or stored until `use_namespace` names another one. After `cache_reset`."""
         self._namespace = None
+        self.known.forget()
 
     def forget_stored(self) -> None:
         """No block that was stored before is found; what is stored from here on this tier alone finds. After

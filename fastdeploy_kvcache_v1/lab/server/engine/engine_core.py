@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 
 from ....contract.messages import BatchRequest, CacheLevel, PrefillTime, RankCopies, WorkerReport
 from ....scheduler.cache_manager import CacheManager
@@ -23,6 +25,7 @@ from .offered_prefills import OfferedPrefills
 from .peer_requests import PeerRequests
 from .rank_answers import RankAnswers
 from .remote_prefills import RemotePrefills
+from .request_times import MOST_KEPT, RequestReport
 from .scheduler import Scheduled, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -93,7 +96,7 @@ class EngineCore:
             manager,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
+            may_start=self._may_start,
             is_remote=lambda generation, num_matched: remote is not None and remote.wants(generation, num_matched),
         )
         self._send = send
@@ -106,6 +109,7 @@ class EngineCore:
         self._lookahead = manager.config.lookahead_requests
         self.observe_first_token = lambda seconds: None
         self._generations: dict[str, Generation] = {}
+        self._ended: deque[RequestReport] = deque(maxlen=MOST_KEPT)
         self._in_flight: list[Scheduled] | None = None
         self._step_in_flight = -1
         self._is_timed = False
@@ -144,8 +148,7 @@ class EngineCore:
         """Drop a request whose client is gone; a finished one is already forgotten."""
         generation = self._generations.get(request_id)
         if generation is not None:
-            self._end(generation)
-            self.counters.aborted += 1
+            self._end(generation, "aborted")
 
     def close(self, failure: Failure) -> None:
         """Answer every open and every later request with `failure`, for good.
@@ -156,7 +159,7 @@ class EngineCore:
         generations, self._generations = self._generations, {}
         for generation in generations.values():
             generation.state = State.FINISHED
-            self.counters.failed += 1
+            self._count("failed", generation)
             self._record(generation)
             generation.sink(failure)
 
@@ -193,6 +196,12 @@ class EngineCore:
             "cache": asdict(self.manager.stats()),
         }
 
+    def requests(self, limit: int) -> list[RequestReport]:
+        """At most `limit` requests: the open ones by arrival, then the ended ones, the latest first."""
+        now = self._clock()
+        opened = (each.report(each.state.value, now) for each in self._generations.values())
+        return [*islice(opened, limit), *islice(self._ended, max(0, limit - len(self._generations)))]
+
     def step(self) -> None:
         """Send the next batch, if there is none in flight and anything to do: swaps alone are enough."""
         self._fetch_ahead()
@@ -216,12 +225,22 @@ class EngineCore:
                 self._is_timed = self._num_ranks == 1 or not swap_step.swap_in
                 self.counters.steps += 1
                 self._sent_at = self._clock()
+                for item in plan:
+                    item.generation.times.started(self._sent_at - item.generation.submitted_at)
                 tasks = [_task(item) for item in plan]
                 self._send(BatchRequest(tasks, [swap_step] if swap_step else [], transfers))
             elif self.scheduler.refused is None or self._others_hold_blocks:
                 return
             else:
                 self._fail_unfit(self.scheduler.refused)
+
+    def _may_start(self, generation: Generation) -> bool:
+        """False for a waiting request that still expects blocks from storage."""
+        if self.storage is None:
+            return True
+        may_start = self.storage.may_start(generation.request_id)
+        generation.times.held(self._clock(), by_storage=not may_start)
+        return may_start
 
     @property
     def _others_hold_blocks(self) -> bool:
@@ -250,12 +269,14 @@ class EngineCore:
         plan, self._in_flight = self._in_flight, None
         if self.storage is not None:
             self.storage.pass_ended(self._step_in_flight)
-        self._measure(plan, self._clock() - self._sent_at - result.report.exposed_wait_since_last_s)
+        seconds, copies_s = self._clock() - self._sent_at, result.report.exposed_wait_since_last_s
+        self._measure(plan, seconds - copies_s)
         retry = {**result.retry, **retry}
         for item in plan:
             generation = item.generation
             if generation.state is not State.RUNNING:  # ended while the worker was computing
                 continue
+            generation.times.computed(seconds, copies_s)
             request_id = generation.request_id
             if request_id in result.errors:
                 self._fail(generation, 500, result.errors[request_id])
@@ -305,8 +326,7 @@ class EngineCore:
             generation.cached_tokens = taken.cached_tokens
             (delta,) = self._take_tokens(generation, [taken.token])
             if delta.finish_reason is not None:
-                self._end(generation)
-                self.counters.finished += 1
+                self._end(generation, "finished")
             generation.sink(delta)
 
     def seconds_to_next_deadline(self) -> float | None:
@@ -352,8 +372,7 @@ class EngineCore:
         deltas = self._take_tokens(generation, tokens)
         self.manager.commit(generation.request_id, generation.num_computed)
         if deltas and deltas[-1].finish_reason is not None:
-            self._end(generation, is_computed=True)
-            self.counters.finished += 1
+            self._end(generation, "finished", is_computed=True)
         for delta in deltas:
             generation.sink(delta)
 
@@ -362,7 +381,8 @@ class EngineCore:
         deltas: list[Delta] = []
         for token in tokens:
             if not generation.num_outputs:
-                self.observe_first_token(time.monotonic() - generation.submitted_at)
+                generation.times.first_token_s = self._clock() - generation.submitted_at
+                self.observe_first_token(generation.times.first_token_s)
             if deltas:
                 generation.num_computed += 1
                 self.counters.accepted_draft_tokens += 1
@@ -373,15 +393,20 @@ class EngineCore:
         return deltas
 
     def _fail(self, generation: Generation, status: int, message: str) -> None:
-        self._end(generation)
-        self.counters.failed += 1
+        self._end(generation, "failed")
         generation.sink(Failure(status, message))
 
-    def _end(self, generation: Generation, *, is_computed: bool = False) -> None:
+    def _count(self, outcome: str, generation: Generation) -> None:
+        """`outcome` is a field of `EngineCounters`."""
+        setattr(self.counters, outcome, getattr(self.counters, outcome) + 1)
+        self._ended.appendleft(generation.report(outcome, self._clock()))
+
+    def _end(self, generation: Generation, outcome: str, *, is_computed: bool = False) -> None:
         """Give everything back, or let another server hold it. Safe while a batch is in flight: nothing is allocated
         before its answer.
         """
         del self._generations[generation.request_id]
+        self._count(outcome, generation)
         if not (is_computed and self.peers.keep(generation)) and not self.peers.leave(generation):
             self.scheduler.finish(generation)
         self._record(generation)

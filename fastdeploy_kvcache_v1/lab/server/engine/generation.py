@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ....scheduler.block_hashing import BlockHasher
+from .request_times import RequestReport, RequestTimes
 
 if TYPE_CHECKING:
     from ....telemetry.trace_recorder import Ticket
@@ -118,6 +119,7 @@ class Generation:
     ticket: Ticket | None = None
     """Of the trace that is recorded."""
     submitted_at: float = field(default_factory=time.monotonic)
+    times: RequestTimes = field(default_factory=RequestTimes)
     tokens: list[int] = field(init=False)
     """Prompt and output so far; the KV of the last sampled token is not computed yet."""
 
@@ -162,6 +164,12 @@ class Generation:
     @property
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_ids), self.num_outputs, self.cached_tokens or 0)
+
+    def report(self, state: str, now: float) -> RequestReport:
+        usage, times, total_s = self.usage, self.times, now - self.submitted_at
+        counts = usage.prompt_tokens, self.cached_tokens, usage.completion_tokens
+        waits = times.queue_s, times.storage_s, times.copies_s
+        return RequestReport(self.request_id, state, *counts, *waits, times.prefill_s, times.first_token_s, total_s)
 
     def append(self, token: int) -> Delta:
         """Take over a sampled token and say what the client learns from it; `finish_reason` is set at the end."""

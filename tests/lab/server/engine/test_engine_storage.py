@@ -24,6 +24,22 @@ def test_another_server_starts_from_what_was_stored():
     assert [len(hashes) for hashes in second.store.touched] == [4], "and the store is told that it is in use"
 
 
+def stored_blocks(server):
+    return sum(run.num_stored for run in server.manager.snapshot(stored=server.tier.known).runs)
+
+
+def test_a_snapshot_counts_the_blocks_that_were_stored_or_loaded():
+    first = HostTierServer()
+    first.ask("first", PROMPT)
+    second = HostTierServer(stored=first.store.values)
+    second.ask("second", PROMPT)
+    assert [stored_blocks(server) for server in (first, second)] == [7, 7]
+    blocks = [block for _, block in first.store.values]
+    assert all(block in first.tier.known for block in blocks)
+    first.core.reset_cache(stored=True)
+    assert not any(block in first.tier.known for block in blocks), "they have other names now"
+
+
 def test_others_pass_a_request_that_waits_for_the_store():
     server = HostTierServer(stored=stored_by_a_first_server())
     waits = server.harness.submit("waits", PROMPT, 2)

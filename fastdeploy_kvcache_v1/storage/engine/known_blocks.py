@@ -1,0 +1,32 @@
+"""KnownBlocks: blocks that this server has lately stored or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...contract.messages import BlockHash
+
+__all__ = ["KnownBlocks"]
+
+MOST_KNOWN = 65_536
+"""Hashes kept, the latest: some 8 MB."""
+
+
+class KnownBlocks:
+    """For debug pages only: the store may have deleted a block since. One thread writes, any thread may ask."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockHash, None] = {}
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks
+
+    def add(self, hashes: Sequence[BlockHash]) -> None:
+        for block in hashes:
+            self._blocks.pop(block, None)
+            self._blocks[block] = None
+        while len(self._blocks) > MOST_KNOWN:
+            del self._blocks[next(iter(self._blocks))]
+
+    def forget(self) -> None:
+        self._blocks = {}
