@@ -1,4 +1,4 @@
-"""Shows what the cache is worth, by one scene against four set-ups of a server: `fastdeploy-kvcache demo`."""
+"""Shows what the cache is worth, by one scene against five set-ups of a server: `fastdeploy-kvcache demo`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `ConfigError`, `ModelFetchError`, `WorkerDiedError`.
     """
-    from .stage import demo_server, show
+    from .player import demo_server, show
 
     for path in filter(None, (args.page, args.picture)):
         _require_writable(path)

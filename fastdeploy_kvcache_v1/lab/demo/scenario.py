@@ -1,17 +1,11 @@
-"""What the demo plays, and the four set-ups of a server that it is played against."""
+"""Six requests, and the five set-ups of a server that the demo sends them to."""
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import NamedTuple
 
-import httpx2
-
-from ...telemetry.metrics import PREFIX
 from ..server.client import Answer, ask
 
 Message = dict[str, str]
@@ -50,10 +44,6 @@ HOST_GIB = "0.5"
 LARGE_OVER_SMALL = 4
 """Device blocks of the set-up that has enough, over those of the small one."""
 
-HITS = re.compile(rf"^{re.escape(PREFIX)}(device|host)_hit_tokens_total(?:{{[^}}]*}})? (\S+)$", re.MULTILINE)
-SETTLE_TIMEOUT_S = 3.0
-
-
 class Setup(NamedTuple):
     name: str
     explanation: str
@@ -61,30 +51,43 @@ class Setup(NamedTuple):
     """Of `fastdeploy-kvcache serve`."""
 
 
-COMPUTED, SMALL, LARGE, HOST = "cache off", "small device", "large device", "small device + host"
+COMPUTED, SMALL, LARGE, HOST, RESTARTED = "cache off", "small device", "large device", "small + host", "restarted"
 """Names of the set-ups."""
 
 
-def setups(num_tokens: int) -> tuple[Setup, ...]:
-    """For requests of at most `num_tokens` tokens, output included."""
+def setups(num_tokens: int, directory: str) -> tuple[Setup, ...]:
+    """For requests of at most `num_tokens` tokens, output included. The last two keep blocks in `directory`."""
     longest = -(-num_tokens // BLOCK_SIZE) + 1
     small = longest + RESERVED_BLOCKS
     large = LARGE_OVER_SMALL * small
     limit = str(longest * BLOCK_SIZE)
     limits = ("--block-size", str(BLOCK_SIZE), "--max-model-len", limit, "--max-num-batched-tokens", limit)
+    disk = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", directory)
+    # Waits for every stored block: the demo shows where blocks come from, also for a model that computes faster.
+    stored = (*disk, "--storage-prefetch", "wait_complete", "--write-policy", "write_through")
 
     def tiers(num_blocks: int, swap_space: str, *flags: str) -> tuple[str, ...]:
         return ("--num-gpu-blocks-override", str(num_blocks), "--swap-space", swap_space, *limits, *flags)
 
     off = tiers(large, "0", "--no-enable-prefix-caching")
     return (
-        Setup(COMPUTED, "every prompt is computed from its first token", off),
-        Setup(SMALL, f"{small} device blocks, which hold the document or the chat, not both", tiers(small, "0")),
-        Setup(LARGE, f"{large} device blocks, which hold both", tiers(large, "0")),
+        Setup(COMPUTED, "Every prompt is computed from its first token.", off),
+        Setup(
+            SMALL,
+            f"{small} device blocks hold the document or the chat, not both: each evicts blocks of the other.",
+            tiers(small, "0"),
+        ),
+        Setup(LARGE, f"{large} device blocks hold both.", tiers(large, "0")),
         Setup(
             HOST,
-            f"{small} device blocks again, and {HOST_GIB} GiB of host memory behind them",
-            tiers(small, HOST_GIB, "--write-policy", "write_through"),
+            f"{small} device blocks again, with {HOST_GIB} GiB of host memory and a directory behind them. "
+            "Evicted blocks are copied back from the host.",
+            tiers(small, HOST_GIB, *stored),
+        ),
+        Setup(
+            RESTARTED,
+            "The same server after a restart: device and host are empty, the directory has the blocks.",
+            tiers(small, HOST_GIB, *stored),
         ),
     )
 
@@ -94,8 +97,11 @@ def user(context: str, question: str) -> Message:
 
 
 def play(url: str) -> Iterator[Answer]:
-    """The answers, in the order of `ASKED`, of a server that serves nobody else. Raises `WorkerDiedError`."""
-    _ask(url, [user("", "Hello.")])  # what is done only once is done before the measurement
+    """Yield the answer to a greeting, then those to `ASKED`, of a server that serves nothing else meanwhile.
+
+    Raises `WorkerDiedError`.
+    """
+    yield _ask(url, [user("", "Hello.")])  # what a server does only once is done before the measurement
     said: list[Message] = []
     for question, turn in zip(QUESTIONS, TURNS, strict=True):
         yield _ask(url, [user(DOCUMENT, question)])
@@ -111,37 +117,3 @@ def _ask(url: str, messages: list[Message]) -> Answer:
     answer = ask(f"{url}/v1/chat/completions", body)
     answer.text = answer.text.strip()
     return answer
-
-
-def host_tokens(url: str, cached_tokens: int) -> int:
-    """How many of the prompts' `cached_tokens` came from the host tier, by the server's counters. FastDeploy publishes
-    them now and then.
-    """
-    deadline = time.monotonic() + SETTLE_TIMEOUT_S
-    while True:
-        found = HITS.findall(httpx2.get(f"{url}/metrics", timeout=60).text)
-        device, host = (sum(float(value) for tier, value in found if tier == each) for each in ("device", "host"))
-        if device + host >= cached_tokens or time.monotonic() > deadline:
-            return int(host)
-        time.sleep(0.05)
-
-
-@dataclass
-class Played:
-    """What came of one set-up."""
-
-    answers: list[Answer] = field(default_factory=list)
-    """So far, in the order of the scene."""
-    host_tokens: int = 0
-    """Prompt tokens that came from the host tier; known at the end."""
-
-    @property
-    def sources(self) -> tuple[int, int, int]:
-        """Prompt tokens that were computed, that came from the device tier, and from the host tier."""
-        cached = sum(answer.cached_tokens for answer in self.answers)
-        computed = sum(answer.prompt_tokens for answer in self.answers) - cached
-        return computed, cached - self.host_tokens, self.host_tokens
-
-
-Results = Mapping[str, Played]
-"""By the name of the set-up."""
