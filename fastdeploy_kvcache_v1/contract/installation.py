@@ -18,7 +18,7 @@ MODULES = {
         "PIL", "anyio", "fastapi", "filelock", "gguf", "httpx2", "paddle", "prometheus_client", "pydantic",
         "safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "xxhash", "yaml", "zmq",
     ),
-    "demo": ("matplotlib", "rich"),
+    "demo": ("rich",),
     "gpu": ("cupy",),
 }
 # fmt: on
