@@ -1,1 +1,1 @@
-"""Metrics and recorded traces."""
+"""Metrics, recorded traces, and figures."""

@@ -51,7 +51,7 @@ class Setup(NamedTuple):
     """Of `fastdeploy-kvcache serve`."""
 
 
-COMPUTED, SMALL, LARGE, HOST, RESTARTED = "cache off", "small device", "large device", "small + host", "restarted"
+COMPUTED, SMALL, LARGE, HOST, RESTARTED = "cache off", "small device", "large device", "small + host", "after restart"
 """Names of the set-ups."""
 
 
