@@ -1,11 +1,11 @@
-"""Time per request of this checkout beside another one's, on the same trace in one run: `against.py DIR [TRACE]`.
-
-Each checkout plays in a process of its own; they take turns of a few hundred requests, so that whatever else the
-machine does hits both alike. Each plays with its own `control_plane.Managed`: the two must do the same.
+"""CPU time per request of this checkout over another one's, to judge a change of the scheduler half.
+Each plays the same trace with its own `control_plane.Managed`, in a process of its own, in turns of 250 requests.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import operator
 import os
 import subprocess
@@ -18,23 +18,23 @@ HERE = Path(__file__).resolve().parent
 KINDS = {
     "one tier, 5,000 blocks": (5_000, 0, "write_back"),
     "one tier, 20,000 blocks": (20_000, 0, "write_back"),
-    "one tier, 100,000 blocks": (100_000, 0, "write_back"),
+    "one tier, 40,000 blocks": (40_000, 0, "write_back"),
     "two tiers, write_through": (20_000, 80_000, "write_through"),
     "two tiers, write_through_selective": (20_000, 80_000, "write_through_selective"),
     "two tiers, write_back": (20_000, 80_000, "write_back"),
 }
-ROUNDS = 2
+TURN = 250
 
 
 def play(address: str) -> None:
-    """The player: asked for a kind and a range of requests, it answers with the seconds of each."""
+    """Play ranges of requests on demand, and answer with the seconds of each. Runs in a child process."""
     import gc
     from time import thread_time
 
     import control_plane
 
-    control_plane.Managed.clock = staticmethod(thread_time)  # other work on the machine counts less
-    requests = control_plane.load()
+    control_plane.Managed.clock = staticmethod(thread_time)
+    requests = control_plane.load(Path(sys.argv[1]))
     gc.collect()
     gc.freeze()
     contenders: dict[str, control_plane.Managed] = {}
@@ -52,36 +52,39 @@ def play(address: str) -> None:
             connection.send((contender.seconds[done:], contender.step_seconds[done:]))
 
 
-def start(root: Path, trace: str, listener: Listener) -> tuple[Connection[Any, Any], int]:
+def start(root: Path, trace: Path, listener: Listener) -> tuple[Connection[Any, Any], int]:
     environment = {
         **os.environ,
         "PYTHONPATH": f"{root}{os.pathsep}{root / 'benchmarks'}",
-        "PYTHONSAFEPATH": "1",  # not this script's directory
+        "PYTHONSAFEPATH": "1",  # keeps the folder of this script out
         "FASTDEPLOY_KVCACHE_PLAYER": listener.address,
     }
-    subprocess.run([sys.executable, "-c", "import control_plane"], env=environment, check=True)  # else we wait for ever
-    subprocess.Popen([sys.executable, __file__, trace], env=environment)
+    subprocess.run([sys.executable, "-c", "import control_plane"], env=environment, check=True)
+    subprocess.Popen([sys.executable, __file__, str(trace)], env=environment)
     connection = listener.accept()
     return connection, connection.recv()
 
 
 def main() -> None:
-    from _support import TRACE, median, percentile, save
+    from _support import begin, median, percentile, rounded, sized, trace_name
 
-    other = Path(sys.argv[1]).resolve()
-    trace = sys.argv[2] if len(sys.argv) > 2 else str(TRACE)
+    def configure(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("other", type=Path, metavar="DIR", help="the other checkout")
+
+    options = begin(trace=True, configure=configure).options
+    other, trace, rounds = options.other.resolve(), options.trace.resolve(), sized(2, 1)
     seconds: dict[str, dict[str, list[float]]] = {kind: {"this": [], "other": []} for kind in KINDS}
     steps: dict[str, dict[str, list[float]]] = {kind: {"this": [], "other": []} for kind in KINDS}
     with Listener(family="AF_UNIX") as listener:
         players = {name: start(root, trace, listener) for name, root in (("this", HERE.parent), ("other", other))}
         count = players["this"][1]
-        for round_number in range(ROUNDS):
-            for first in range(0, count, 250):
-                names = ["this", "other"] if (first // 250 + round_number) % 2 else ["other", "this"]
+        for round_number in range(rounds):
+            for first in range(0, count, TURN):
+                names = ["this", "other"] if (first // TURN + round_number) % 2 else ["other", "this"]
                 for kind in KINDS:
                     for name in names:
                         connection = players[name][0]
-                        connection.send((kind, first, first + 250))
+                        connection.send((kind, first, first + TURN))
                         request_seconds, step_seconds = connection.recv()
                         seconds[kind][name] += request_seconds
                         steps[kind][name] += step_seconds
@@ -103,10 +106,7 @@ def main() -> None:
             "step_median": median(steps[kind]["this"]) / median(steps[kind]["other"]),
             "request_and_step_median": both_medians("this") / both_medians("other"),
         }
-    commit = subprocess.run(
-        ["git", "-C", str(other), "describe", "--always"], capture_output=True, text=True, check=False
-    )
-    save("against", {"other": commit.stdout.strip(), "requests": count, "rounds": ROUNDS, "rows": rows})
+    print(json.dumps(rounded({"trace": trace_name(trace), "requests": count, "rows": rows}), indent=2))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
-"""Time per request of the CacheManager beside a naive cache, on a real trace with its hashes given.
-
-All contenders play the same requests in the same run, in turns of a few hundred requests, so that whatever else the
-machine does hits them alike. Ratios are of medians.
+"""Time per request of the CacheManager beside the least that a prefix cache can do (`naive.py`), with hashes given.
+A request is match, allocate, commit and finish; all contenders play the same requests in turns of 250.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from _support import made_small, median, need_trace, percentile, save
+from _support import begin, made_small, median, percentile, sized, trace_name
 from naive import NaiveCache
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
@@ -27,8 +25,11 @@ from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 
 BLOCK_SIZE = KVCacheConfig.block_size
 TURN = 250
-DEVICE_BLOCKS = 20_000
-HOST_BLOCKS = 80_000
+DEVICE_BLOCKS = sized(20_000, 2_000)
+HOST_BLOCKS = 4 * DEVICE_BLOCKS
+WINDOW_BLOCKS = sized(40_000, 20_000)
+SIZES = sized((5_000, 20_000, 40_000, 1_000_000), (2_000, 4_000))
+WINDOWS = sized((1, 32, 128), (1, 4, 8))
 
 
 class Request(NamedTuple):
@@ -102,10 +103,9 @@ class Managed:
         self.open.append(request_id)
 
 
-def load(trace: Path | None = None) -> list[Request]:
-    """Of `trace`, or of the one on the command line."""
+def load(trace: Path) -> list[Request]:
     hasher = TraceHasher(BLOCK_SIZE)
-    requests = read_trace(trace or need_trace())
+    requests = read_trace(trace)
     return [Request(number, hasher.prompt_hashes(one), one.input_length) for number, one in enumerate(requests)]
 
 
@@ -141,26 +141,24 @@ def against_naive(requests: list[Request]) -> dict[str, object]:
 
 
 def over_sizes(requests: list[Request]) -> dict[str, object]:
-    """Median once the largest cache is full too (the last third of the trace)."""
-    sizes = (5_000, 20_000, 100_000, 1_000_000)
+    """Medians over the last third of the trace, when the largest cache is full as well."""
     make: dict[str, Callable[[int], Naive | Managed]] = {"naive": Naive, "one tier": Managed}
-    contenders = {f"{name} {size}": factory(size) for size in sizes for name, factory in make.items()}
+    contenders = {f"{name} {size}": factory(size) for size in SIZES for name, factory in make.items()}
     play_in_turns(requests, contenders)
     measured = len(requests) // 3
     rows: dict[str, object] = {}
     for name in make:
-        medians = {str(size): 1e6 * median(contenders[f"{name} {size}"].seconds[-measured:]) for size in sizes}
-        rows[name] = {"median_us": medians, "growth": medians[str(sizes[-1])] / medians[str(sizes[0])]}
+        medians = {str(size): 1e6 * median(contenders[f"{name} {size}"].seconds[-measured:]) for size in SIZES}
+        rows[name] = {"median_us": medians, "growth": medians[str(SIZES[-1])] / medians[str(SIZES[0])]}
     return rows
 
 
 def over_windows(requests: list[Request]) -> dict[str, object]:
-    windows = (1, 32, 128)
     contenders: dict[str, Naive | Managed] = {}
-    for window in windows:  # 128 open requests of this trace use up to 45,000 blocks
-        contenders[f"naive {window}"] = Naive(60_000, window)
-        contenders[f"one tier {window}"] = Managed(60_000, window=window)
-        contenders[f"two tiers {window}"] = Managed(60_000, HOST_BLOCKS, window=window)
+    for window in WINDOWS:
+        contenders[f"naive {window}"] = Naive(WINDOW_BLOCKS, window)
+        contenders[f"one tier {window}"] = Managed(WINDOW_BLOCKS, window=window)
+        contenders[f"two tiers {window}"] = Managed(WINDOW_BLOCKS, HOST_BLOCKS, window=window)
     play_in_turns(requests, contenders)
     return {name: {"median_us": 1e6 * median(contender.seconds)} for name, contender in contenders.items()}
 
@@ -196,34 +194,36 @@ print(json.dumps({"cached_blocks": stats.device_cached_blocks + stats.host_cache
 """
 
 
-def memory() -> dict[str, object]:
-    """Everything a full manager holds on to, the hashes themselves included, per cached block (tracemalloc)."""
+def memory(trace: Path) -> dict[str, object]:
+    """Bytes that a full manager holds, its hashes included, per cached block (tracemalloc)."""
     rows = {}
-    for name, device, host in (("one tier", 100_000, 0), ("two tiers", DEVICE_BLOCKS, HOST_BLOCKS)):
-        given = [str(each) for each in (Path(__file__).parent, need_trace(), device, host)]
+    for name, device, host in (("one tier", 2 * DEVICE_BLOCKS, 0), ("two tiers", DEVICE_BLOCKS, HOST_BLOCKS)):
+        given = [str(each) for each in (Path(__file__).parent, trace, device, host)]
         command = [sys.executable, "-c", MEMORY_PROGRAM, *given]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         row = json.loads(done.stdout)
-        rows[name] = {**row, "bytes_per_block": row["bytes"] / row["cached_blocks"]}
+        rows[name] = {**row, "device_blocks": device, "bytes_per_block": row["bytes"] / row["cached_blocks"]}
     return rows
 
 
 def main() -> None:
-    requests = load()
+    run = begin(trace=True)
+    requests = load(run.options.trace)
     gc.collect()
-    gc.freeze()  # the trace itself shall not be walked by every collection
+    gc.freeze()  # so that no collection walks the trace
     blocks = sum(len(request.hashes) for request in requests) / len(requests)
-    save(
-        "control_plane",
+    run.save(
         {
+            "trace": trace_name(run.options.trace),
             "requests": len(requests),
             "blocks_per_request": blocks,
             "device_blocks": DEVICE_BLOCKS,
             "host_blocks": HOST_BLOCKS,
+            "window_blocks": WINDOW_BLOCKS,
             "against_naive": against_naive(requests),
             "over_sizes": over_sizes(requests),
             "over_windows": over_windows(requests),
-            "memory": memory(),
+            "memory": memory(run.options.trace),
         },
     )
 

@@ -1,12 +1,13 @@
-"""Rates of copies between a GPU and page-locked memory, by every way: both directions, row sizes, patterns.
+"""Rates of copies between a GPU and page-locked memory, by every copy path, row size, pattern and direction.
+`us_per_layer` is the CPU time that a layer costs the submitting thread, with its share of what is uploaded once.
 
-`scripts/test-gpu --benchmark` runs it, one process for each way, and prints the table. No byte is compared here. Rates
-are of the GPU, between two events; `us_per_layer` is what a layer takes from the thread that submits, its share of what
-is uploaded once included.
+`./scripts/test-gpu --benchmark` runs this, one process for each path, and prints the table. It compares no bytes.
+Rates are those of the GPU, between two events.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 ROW_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
 BLOCKS = (100, 2000)
 SLOTS = 2512
-"""Of each tier."""
+"""In each tier."""
 
 RUN = {"scattered": 1, "in 16s": 16, "contiguous": SLOTS}
 """Blocks that are neighbours in both tiers."""
@@ -72,7 +73,7 @@ class Tiers:
 
     @classmethod
     def of(cls, way: str, row_bytes: int) -> Tiers:
-        """Made when it is first asked for, given up for the next one."""
+        """The tiers of a way and row size. Only the last are kept."""
         if cls._now is None or cls._now[0] != (way, row_bytes):
             if cls._now is not None:
                 cls._now[1].close()
@@ -81,7 +82,7 @@ class Tiers:
         return cls._now[1]
 
     def copy(self, case: Case, turn: int) -> tuple[float, float]:
-        """Seconds between the events, and seconds of this thread."""
+        """Seconds between the events, and CPU seconds of this thread."""
         import numpy as np
 
         from fastdeploy_kvcache_v1.worker.ops import plan_spans
@@ -114,7 +115,7 @@ OF_EVERY_WAY: dict[str, Callable[[str], dict[str, float]]] = {
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    """GB/s and microseconds per layer by way, of the lines of a report."""
+    """GB/s and microseconds per layer by way, from the lines of a report."""
     rows: dict[str, dict[str, str]] = {}
     for line in lines:
         module, _, way = line["group"].partition("/")
@@ -126,3 +127,7 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     return "\n".join(
         f"{name:42}" + "".join(f"{cells.get(way, ''):>24}" for way in ways) for name, cells in rows.items()
     )
+
+
+if __name__ == "__main__":
+    sys.exit("error: ./scripts/test-gpu --benchmark runs this, on a machine with a GPU")

@@ -1,7 +1,5 @@
-"""CPU copies of cache blocks: by C and by NumPy, against memcpy and NumPy's fancy indexing.
-
-Device side: one dense tensor. Host side: a block-major pool with two rows per block, so that no two blocks are
-neighbours. Contenders take turns on the same slots; what counts is the median of the ratios of single turns.
+"""Rates of CPU copies of blocks in C and by NumPy, over `memmove` per block and over NumPy's fancy indexing.
+One thread copies 128 MiB between a dense tensor and a pool, in turns; ratios are medians over single turns.
 """
 
 from __future__ import annotations
@@ -15,16 +13,16 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from _support import median, save
+from _support import begin, median, sized
 
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, copies, plan_spans
 
-BYTES = 128 << 20
-"""Of each side; far more than the caches hold."""
+BYTES = sized(128 << 20, 4 << 20)
+"""Of each side, far more than the processor's caches hold."""
 
 BLOCK_SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
-TURNS = 11
+TURNS = sized(11, 1)
 
 
 class Case(NamedTuple):
@@ -40,7 +38,7 @@ class Memory:
         self.blocks = BYTES // block_bytes
         self.device = np.ones((self.blocks, block_bytes), np.uint8)
         pool = ops.host_alloc(2 * BYTES).array
-        pool[:] = 2
+        pool[:] = 2  # two rows a block, so that no two blocks are neighbours
         self.host = pool.reshape(self.blocks, 2, block_bytes)[:, 1]
 
     def contenders(self, case: Case) -> dict[str, Callable[[], None]]:
@@ -97,6 +95,7 @@ def measure(memory: Memory, case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
+    run = begin()
     if copies.library() is None:
         sys.exit("error: the copies in C are not built: ./scripts/build_ops.sh cpu")
     cases = []
@@ -104,7 +103,7 @@ def main() -> None:
         memory = Memory(block_bytes)
         for pattern, direction in product(("contiguous", "scattered"), ("swap-in", "swap-out")):
             cases.append(measure(memory, Case(block_bytes, pattern, direction)))
-    save("copy_ops", {"bytes_per_copy": BYTES, "turns": TURNS, "cases": cases})
+    run.save({"bytes_per_copy": BYTES, "turns": TURNS, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
-"""The CPU model against Hugging Face transformers: prefill and decode of the same weights in float32.
+"""Speed of the lab's CPU model over Hugging Face transformers, prefill and decode of the same weights in float32.
+Each runs in a process, in turns; time is CPU time for one thread, and wall time for more.
 
-    python benchmarks/cpu_model.py MODEL_DIR [--transformers PYTHON] [--turns N] [--threads N ...]
-
-PYTHON is an interpreter that has transformers and torch (the one that runs this by default); without them only our own
-times are reported. Each contender is a process of its own and they take turns, so that a busy machine slows both. Time
-is the processor time of the process for one thread, which other processes disturb little, and wall time otherwise.
+PYTHON is an interpreter with transformers and torch (default: the running one). Without them only the times of the
+CPU model are reported.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -19,14 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _support import ROOT, save
+from _support import ROOT, begin, median, sized
 
-PROMPT_TOKENS = 2188
-DECODE_BEHIND = (64, 2188)
+PROMPT_TOKENS = sized(2188, 130)
+DECODE_BEHIND = (64, PROMPT_TOKENS)
 DECODE_TOKENS = 10
 
 Work = Callable[[str], None]
-"""Does one piece of work by its name: "prefill", or "decode behind P"."""
+"""Does work of one name: "prefill", or "decode behind P"."""
 
 
 def works() -> list[str]:
@@ -95,9 +92,9 @@ def transformers(path: Path, num_threads: int) -> tuple[Work, int]:
 
 
 def child(contender: str, path: Path, num_threads: int) -> None:
-    """Does the work named on each line of standard input, and prints the processor time and wall time it took."""
+    """Do the work named on each line of standard input, and print its CPU time and wall time."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the libraries print what they like
+    os.dup2(2, 1)  # the libraries print to standard output
     work, _ = {"ours": ours, "transformers": transformers}[contender](path, num_threads)
     for name in works():
         work(name)
@@ -109,7 +106,7 @@ def child(contender: str, path: Path, num_threads: int) -> None:
 
 
 class Contender:
-    """A child process and what it measured: `(processor seconds, wall seconds)` per turn."""
+    """A child process and its times, `(CPU seconds, wall seconds)` per turn."""
 
     def __init__(self, python: str, name: str, path: Path, num_threads: int) -> None:
         self.name, self.num_threads = name, num_threads
@@ -123,7 +120,7 @@ class Contender:
         )
 
     def is_ready(self) -> bool:
-        """Waits until it is; False when it ended instead."""
+        """Wait for the process. False: it ended."""
         assert self._process.stdout is not None
         return self._process.stdout.readline() == "ready\n"
 
@@ -137,7 +134,7 @@ class Contender:
     def median_s(self, work: str) -> dict[str, float]:
         """Per prompt or per token."""
         divisor = 1 if work == "prefill" else DECODE_TOKENS
-        cpu, wall = (statistics.median(values) / divisor for values in zip(*self.times[work], strict=True))
+        cpu, wall = (median(values) / divisor for values in zip(*self.times[work], strict=True))
         return {"cpu": cpu, "wall": wall}
 
     def close(self) -> None:
@@ -147,12 +144,15 @@ class Contender:
 def compare(path: Path, python: str, num_threads: int, turns: int) -> dict[str, Any]:
     contenders = [Contender(sys.executable, "ours", path, num_threads)]
     if not contenders[0].is_ready():
-        raise SystemExit(f"error: our model cannot compute {path}: {__file__} {path} --child ours says why")
+        sys.exit(f"error: the CPU model cannot load {path}: {__file__} {path} --child ours --threads 1 prints why")
     reference = Contender(python, "transformers", path, num_threads)
     if reference.is_ready():
         contenders.append(reference)
     else:
-        print(f"transformers is left out: {python} {__file__} {path} --child transformers says why", file=sys.stderr)
+        print(
+            f"transformers is left out: {python} {__file__} {path} --child transformers --threads 1 prints why",
+            file=sys.stderr,
+        )
     for _ in range(turns):
         for work in works():
             for contender in contenders:
@@ -168,19 +168,22 @@ def compare(path: Path, python: str, num_threads: int, turns: int) -> dict[str, 
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL_DIR")
     parser.add_argument("--transformers", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        child(options.child, options.model, options.threads[0])
+    parser.add_argument("--turns", type=int, default=sized(7, 1))
+    parser.add_argument("--threads", type=int, nargs="+", default=sized([1, 2], [1]))
+
+
+def main() -> None:
+    if "--child" in sys.argv:
+        model, _, contender, _, threads = sys.argv[1:]
+        child(contender, Path(model), int(threads))
         return
+    run = begin(configure=configure)
+    options = run.options
     by_threads = {str(n): compare(options.model, options.transformers, n, options.turns) for n in options.threads}
-    save("cpu_model", {"model": options.model.name, "prompt_tokens": PROMPT_TOKENS, "threads": by_threads})
+    run.save({"model": options.model.name, "prompt_tokens": PROMPT_TOKENS, "threads": by_threads})
 
 
 if __name__ == "__main__":

@@ -1,39 +1,31 @@
-"""Time per request under the adaptive order, over that under LRU: `eviction_time.py [TRACE]`.
-
-On a real trace and on every kind of generated traffic, one request at a time and 32 at once. Both policies play the
-same requests in the same run, in turns of a few hundred. The time is the processor's for all calls of a request; with
-the step, one `take_swap_step` is added, in which a request's arrival is learned. Ratios are of medians.
+"""CPU time per request under `adaptive` eviction over that under `lru`, on a trace and on all generated traffic.
+Both play the same requests in turns of 250; "with the step" adds the `take_swap_step` that learns of an arrival.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import operator
-import tempfile
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from time import thread_time
 
-from _support import median, need_trace, save
+from _support import begin, generated_trace, median, sized, trace_name
 from control_plane import Managed, Request, load, play_in_turns
 
 from fastdeploy_kvcache_v1.contract.messages import BlockHash
-from fastdeploy_kvcache_v1.lab.traffic import KINDS, Source
+from fastdeploy_kvcache_v1.lab.traffic import KINDS
 
-GENERATED = 4_000
-SEED = 7
+GENERATED = sized(4_000, 100)
+TRAFFIC = sized(tuple(KINDS), ("chat",))
 POLICIES = ("lru", "adaptive")
-REAL_SIZES = ((5_000, 0, 1), (20_000, 0, 1), (60_000, 0, 32), (20_000, 80_000, 1))
-"""Device blocks, host blocks, open requests."""
+TRACE_SIZES = sized(((5_000, 0, 1), (20_000, 0, 1), (40_000, 0, 32), (20_000, 80_000, 1)), ((4_000, 0, 1),))
 GENERATED_SIZES = ((4_000, 0, 1), (8_000, 0, 32))
+"""Device blocks, host blocks, open requests."""
 
 
 class Contender(Managed):
-    """Plays prompts whose names are new objects, as in a server, which has just hashed the tokens. Time is that of the
-    processor, so it is not counted when others use it.
-    """
+    """A manager that gets new hash objects with each prompt, as in a server. Its clock is CPU time."""
 
     clock = staticmethod(thread_time)
 
@@ -41,18 +33,10 @@ class Contender(Managed):
         super().play(request._replace(hashes=[BlockHash(bytes(bytearray(block))) for block in request.hashes]))
 
 
-def generated(kind: str, folder: Path) -> list[Request]:
-    trace = folder / f"{kind}.jsonl"
-    lines = KINDS[kind].lines(Source(SEED), KINDS[kind].shape)
-    trace.write_text("".join(json.dumps(line) + "\n" for line in islice(lines, GENERATED)), encoding="utf-8")
-    return load(trace)
-
-
-def traffic() -> Iterator[tuple[str, list[Request], tuple[tuple[int, int, int], ...]]]:
-    yield "conversations", load(need_trace()), REAL_SIZES
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in KINDS:
-            yield kind, generated(kind, Path(folder)), GENERATED_SIZES
+def traffic(trace: Path) -> Iterator[tuple[str, list[Request], tuple[tuple[int, int, int], ...]]]:
+    yield trace_name(trace), load(trace), TRACE_SIZES
+    for kind in TRAFFIC:
+        yield kind, load(generated_trace(kind, GENERATED)), GENERATED_SIZES
 
 
 def compare(requests: list[Request], device: int, host: int, window: int) -> dict[str, dict[str, float]]:
@@ -74,14 +58,15 @@ def compare(requests: list[Request], device: int, host: int, window: int) -> dic
 
 
 def main() -> None:
+    run = begin(trace=True)
     cases = []
-    for name, requests, sizes in traffic():
+    for name, requests, sizes in traffic(run.options.trace):
         gc.collect()
-        gc.freeze()  # the trace itself shall not be walked by every collection
+        gc.freeze()  # so that no collection walks the trace
         for device, host, window in sizes:
             rows = compare(requests, device, host, window)
             cases.append({"traffic": name, "device": device, "host": host, "window": window, "policies": rows})
-    save("eviction_time", {"cases": cases})
+    run.save({"trace": trace_name(run.options.trace), "cases": cases})
 
 
 if __name__ == "__main__":

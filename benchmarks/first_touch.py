@@ -1,11 +1,13 @@
-"""What the first copy into host memory costs when its pages come with it, and when they were touched before."""
+"""Time of the first copy into host memory, over that into memory whose pages were touched before.
+Pages are touched at the start of a worker, so that no request waits for them.
+"""
 
 from __future__ import annotations
 
 import time
 
 import numpy as np
-from _support import median, save
+from _support import begin, median, sized
 
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows
@@ -14,12 +16,12 @@ from fastdeploy_kvcache_v1.worker.ops.rows import plan_spans
 from fastdeploy_kvcache_v1.worker.runtime.placement import touch
 
 BLOCK = 1 << 20
-BLOCKS = 512
-TURNS = 15
+BLOCKS = sized(512, 4)
+TURNS = sized(15, 1)
 
 
 def one_turn(source: LayerRows, *, touched: bool) -> tuple[float, float]:
-    """Milliseconds of touching new memory, and of the first copy into it."""
+    """Milliseconds to touch new memory, and of the first copy into it."""
     spans = plan_spans(range(BLOCKS), range(BLOCKS), num_sources=BLOCKS, num_targets=BLOCKS)
     memory = ops.host_alloc(BLOCKS * BLOCK)
     times = [time.perf_counter()]
@@ -34,11 +36,11 @@ def one_turn(source: LayerRows, *, touched: bool) -> tuple[float, float]:
 
 
 def main() -> None:
+    run = begin()
     device = np.ones((BLOCKS, BLOCK), np.uint8)
     source = LayerRows([BlockRows(device.ctypes.data, BLOCKS, BLOCK, BLOCK, owner=device)])
     turns = [(one_turn(source, touched=False)[1], *one_turn(source, touched=True)) for _ in range(TURNS)]
-    save(
-        "first_touch",
+    run.save(
         {
             "bytes": BLOCK * BLOCKS,
             "turns": TURNS,

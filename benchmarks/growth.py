@@ -1,7 +1,5 @@
-"""What each operation of the CacheManager costs in the adversary's shapes: a long conversation, a long run, a parent of
-many children, a deep chain, a big cache. Medians in microseconds by size; the ratio is of the largest to the smallest.
-
-`work_grows` marks operations whose own work grows with the size, so that their ratio says nothing.
+"""Cost of each operation of the CacheManager at the largest size over that at the smallest, medians taken in turns.
+Shapes are those of an adversary: a long conversation, a long run, many children, a deep chain, a big cache.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 
-from _support import made_small, median, save
+from _support import begin, made_small, median, sized
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel, CopyResult, NoSpace
@@ -20,9 +18,12 @@ from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher, GivenHash
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 Seconds = Iterator[float]
-REPEATS = 41
+REPEATS = sized(41, 3)
+MOST = sized(1_000_000, 600)
+"""Larger sizes are left out."""
+
 PIECE = 32
-"""Blocks that the storage tier loads or stores as one."""
+"""Blocks that the storage tier loads or stores at once."""
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back") -> CacheManager:
@@ -36,7 +37,7 @@ def blocks(count: int, tag: int = 0) -> list[BlockHash]:
 
 
 def play(cache: CacheManager, sequence: GivenHashes) -> float:
-    """One whole request; returns the seconds of match, allocate, step, commit and finish."""
+    """Play one whole request. Returns the seconds of match, allocate, step, commit and finish."""
     begin = perf_counter()
     cache.match_prefix("r", sequence)
     allocation = cache.allocate("r", sequence.num_tokens - 1)
@@ -72,7 +73,7 @@ def conversation(policy: str, host: int) -> Callable[[int], Seconds]:
 
 
 def branching(turns: int) -> Seconds:
-    """The same where every turn was also answered in another way: the tree itself has as many forks."""
+    """A turn of a conversation with a second answer to every turn, so that the tree forks at each."""
     hashes = blocks(2 * (turns + REPEATS))
     cache = manager(4 * len(hashes))
     for turn in range(1, turns + REPEATS):
@@ -126,7 +127,7 @@ def append_one(length: int) -> Seconds:
 
 
 def many_children(count: int) -> Seconds:
-    """A prefix with `count` children on the host is swapped in and pushed out again."""
+    """A prefix with `count` children on the host is swapped in and evicted again."""
     cache = manager(4, count + 16)
     stem = blocks(1)
     for number in range(count):
@@ -137,7 +138,7 @@ def many_children(count: int) -> Seconds:
 
 
 def host_chain(depth: int) -> Seconds:
-    """One block leaves a full host tier, which a chain of `depth` runs fills, its root the oldest."""
+    """One block is evicted from a host tier that a chain of `depth` runs fills, its root the oldest."""
     hashes = blocks(depth)
     cache = manager(depth + 2, depth, "write_back")
     for end in range(1, depth + 1):
@@ -148,7 +149,7 @@ def host_chain(depth: int) -> Seconds:
 
 
 def failed_copy(count: int) -> Seconds:
-    """Four blocks were not copied, in a cache of `count` runs."""
+    """A copy of four blocks fails, in a cache of `count` runs."""
     cache = manager(count + 4 * REPEATS, count + 4 * REPEATS, "write_through")
     for number in range(count):
         play(cache, given(blocks(1, 1 + number)))
@@ -168,13 +169,13 @@ def big_cache(size: int) -> Seconds:
     stems = max(1, size // 16)
     for number in range(2 * stems):
         play(cache, given([*blocks(4, number % stems), *blocks(4, stems + number)]))
-    for number in range(40 * REPEATS):
+    for number in range(sized(40, 2) * REPEATS):
         yield play(cache, given([*blocks(4, numbers.randrange(stems)), *blocks(4, 4 * stems + number)]))
 
 
 def reset(count: int) -> Seconds:
-    """Forget `count` runs: a new list of free slots, the rest is taken apart later."""
-    for _ in range(5):
+    """Forget `count` runs: makes a new list of free slots, and takes the runs apart later."""
+    for _ in range(sized(5, 2)):
         cache = manager(count)
         for number in range(count):
             play(cache, given(blocks(1, number)))
@@ -193,7 +194,7 @@ def step_after_reset(count: int) -> Seconds:
 
 
 def load_piece(length: int) -> Seconds:
-    """32 stored blocks become cached, behind `length` that came in pieces of 32 as well."""
+    """32 stored blocks are loaded, behind `length` that were loaded in pieces of 32 as well."""
     hashes = blocks(length + PIECE * REPEATS)
     cache = manager(4, len(hashes))
 
@@ -209,7 +210,7 @@ def load_piece(length: int) -> Seconds:
 
 
 def store_piece(length: int) -> Seconds:
-    """32 of more than `length` blocks that one step has copied to the host are kept for a store, and let go."""
+    """32 of more than `length` blocks that one step copied to the host are pinned for a store and unpinned."""
     hashes = blocks(length + PIECE * REPEATS)
     cache = manager(len(hashes), len(hashes), "write_through")
     play(cache, given(hashes))
@@ -227,7 +228,7 @@ def store_piece(length: int) -> Seconds:
 def hash_prompt(tokens: int) -> Seconds:
     numbers = random.Random(1)
     ids = [numbers.randrange(150_000) for _ in range(tokens)]
-    for _ in range(5):
+    for _ in range(sized(5, 2)):
         yield timed(lambda: BlockHasher(64).extend(ids))
 
 
@@ -278,7 +279,7 @@ CASES: tuple[tuple[str, Callable[[int], Seconds], tuple[int, ...], bool], ...] =
 
 
 def in_turns(measure: Callable[[int], Seconds], sizes: tuple[int, ...]) -> dict[str, float]:
-    """Median microseconds by size. The sizes take turns, so that whatever else the machine does hits them alike."""
+    """Median microseconds by size. The sizes take turns."""
     measuring = {size: measure(size) for size in sizes}
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for each in measuring.values():
@@ -297,13 +298,15 @@ def in_turns(measure: Callable[[int], Seconds], sizes: tuple[int, ...]) -> dict[
 
 
 def main() -> None:
+    run = begin()
     rows = {}
-    for name, measure, sizes, work_grows in CASES:
+    for name, measure, every_size, work_grows in CASES:
+        sizes = tuple(size for size in every_size if size <= MOST) or every_size[:1]
         medians = in_turns(measure, sizes)
         ratio = medians[str(sizes[-1])] / medians[str(sizes[0])]
         rows[name] = {"median_us": medians, "largest_over_smallest": ratio, "work_grows": work_grows}
         print(f"{name}: {', '.join(f'{size}: {us:.1f}' for size, us in medians.items())} us, {ratio:.2f}x", flush=True)
-    save("growth", {"rows": rows})
+    run.save({"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Hashing a long prompt, beside the digests alone; and one more generated token at several lengths."""
+"""Time to hash a prompt into block hashes, beside the same chain of SHA-256 digests alone.
+Also the time for one more generated token, behind prompts of several lengths.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ from hashlib import sha256
 from time import perf_counter
 
 import numpy as np
-from _support import median, save
+from _support import begin, median, sized
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 
 BLOCK_SIZE = KVCacheConfig.block_size
 PROMPT_TOKENS = 131_072
-ROUNDS = 60
+ROUNDS = sized(60, 1)
 LENGTHS = (1_024, 16_384, 131_072)
 
 
@@ -31,7 +33,7 @@ def hash_prompt(tokens: np.ndarray) -> float:
 
 
 def digests_alone(tokens: np.ndarray) -> float:
-    """The floor: the same chain of SHA-256 digests over ready-made bytes."""
+    """The same chain of SHA-256 digests over ready-made bytes."""
     data, step = tokens.astype("<u4").tobytes(), BLOCK_SIZE * 4
     begin = perf_counter()
     parent = b""
@@ -52,6 +54,7 @@ def per_generated_token(num_tokens: int) -> float:
 
 
 def main() -> None:
+    run = begin()
     tokens = prompt(PROMPT_TOKENS)
     hashed, floor = [], []
     generated: dict[int, list[float]] = {length: [] for length in LENGTHS}
@@ -62,8 +65,7 @@ def main() -> None:
             for length in LENGTHS:
                 generated[length].append(per_generated_token(length))
     per_token = {str(length): 1e6 * median(seconds) for length, seconds in generated.items()}
-    save(
-        "hashing",
+    run.save(
         {
             "prompt_tokens": PROMPT_TOKENS,
             "block_size": BLOCK_SIZE,

@@ -1,4 +1,4 @@
-"""Import time of the scheduler half, in fresh interpreters, beside one that imports nothing."""
+"""Import time of the scheduler half, in fresh interpreters, beside interpreters that import nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import subprocess
 import sys
 from time import perf_counter
 
-from _support import ROOT, median, save
+from _support import ROOT, begin, median, sized
 
-STARTS = 15
+STARTS = sized(15, 1)
 SCHEDULER_HALF = "from fastdeploy_kvcache_v1.scheduler import cache_manager"
 PROGRAM = "import time; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"
 
@@ -23,14 +23,14 @@ def start(statement: str) -> tuple[float, float]:
 
 
 def main() -> None:
+    run = begin()
     imports, processes, bare = [], [], []
     for _ in range(STARTS):
         inside, whole = start(SCHEDULER_HALF)
         imports.append(inside)
         processes.append(whole)
         bare.append(start("pass")[1])
-    save(
-        "import_time",
+    run.save(
         {
             "import_ms": 1e3 * median(imports),
             "process_ms": 1e3 * median(processes),

@@ -1,9 +1,8 @@
-"""What a store is worth by the speed of its disk: time to the first token of a prompt that is stored, in three servers
-that take turns: one that weighs loading against computing, one that always loads, and one without a store, which
-always computes. Usage: python benchmarks/load_or_compute_stored.py
+"""Time to the first token of stored prompts where the server chooses between loading and computing.
+It is compared with the faster of two servers, one that always loads and one that always computes, by disk speed.
 
-The store is a directory that another server has filled. Its reads are slowed down to a given rate. No prompt is asked
-for twice of the same server, so nothing of it is in the tiers of the server.
+The store is a directory that another server has filled. Its reads are slowed down to a rate. No server gets a prompt
+twice, so its own tiers never hold the prompt.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _support import MODEL, ROOT, median, random_tokens, save
+from _support import MODEL, ROOT, begin, median, random_tokens, sized
 from server import metrics, send, settled_metrics
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.lab.server.client import Answer, running_server
 
-LENGTHS = (256, 512, 1_024, 2_048)
-RATES_MB_S = (1e6, 40.0, 20.0, 10.0, 5.0)
-"""The first one is no limit."""
+LENGTHS = sized((256, 512, 1_024, 2_048), (512,))
+RATES_MB_S = sized((1e6, 40.0, 20.0, 10.0, 5.0), (1e6,))
+"""The first rate is no limit."""
 
-ROUNDS = 5
+ROUNDS = sized(5, 1)
 LEARNING = 1
-"""Rounds before, in which servers learn what loading and computing cost."""
+"""Rounds before, in which servers learn the costs of loading and computing."""
 
 NEW = 1_000
-"""Prompts of one rate."""
+"""Distance between the numbers of new prompts of two rates."""
 
 SERVE = (
     *MODEL,
@@ -46,7 +45,7 @@ def prompt(length: int, number: int) -> tuple[int, ...]:
 
 
 def fill(flags: tuple[str, ...]) -> None:
-    """All prompts are stored."""
+    """Store all prompts."""
     prompts = [prompt(length, number) for number in range(LEARNING + ROUNDS) for length in LENGTHS]
     num_blocks = sum(len(each) // KVCacheConfig.block_size for each in prompts)
     with running_server(flags) as url:
@@ -57,8 +56,10 @@ def fill(flags: tuple[str, ...]) -> None:
 
 
 def ask(urls: dict[str, str], length: int, number: int, new: int) -> dict[str, Answer]:
-    """Every server, another one first each time. All give the same tokens. The one that weighs gets a new prompt, too,
-    as servers do: else it would compute no more as long as it loads. It stores them, so those of every rate are others.
+    """Send one prompt to every server, in an order that rotates, and compare their tokens.
+
+    The server that chooses gets a new prompt first, as servers do: while it loads, it learns no cost of computing.
+    It stores that prompt, so every rate needs new prompts of its own.
     """
     send(urls["weighs"], prompt(length, new + number), 1)
     names = [*urls][number % len(urls) :] + [*urls][: number % len(urls)]
@@ -68,7 +69,7 @@ def ask(urls: dict[str, str], length: int, number: int, new: int) -> dict[str, A
 
 
 def measure(urls: dict[str, str], new: int) -> list[dict[str, Any]]:
-    """`new`: the first number of prompts that nobody has."""
+    """Rows by length. `new` is the first number of prompts that are not stored."""
     for number in range(LEARNING):
         for length in LENGTHS:
             ask(urls, length, number, new)
@@ -80,7 +81,7 @@ def measure(urls: dict[str, str], new: int) -> list[dict[str, Any]]:
 
 
 def row(length: int, answers: list[dict[str, Answer]]) -> dict[str, Any]:
-    """`over_better`: the median of what weighing takes, over the smaller one of the other two medians."""
+    """`over_better` is the median of the choosing server over the smaller median of the other two."""
     seconds = {name: [answer[name].first_token_s for answer in answers] for name in (*POLICIES, COMPUTES)}
     medians = {name: median(each) for name, each in seconds.items()}
     return {
@@ -95,6 +96,7 @@ def row(length: int, answers: list[dict[str, Answer]]) -> dict[str, Any]:
 
 
 def main() -> None:
+    run = begin()
     rates = []
     with tempfile.TemporaryDirectory() as directory:
         flags = (*SERVE, "--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(Path(directory) / "kv"))
@@ -110,7 +112,7 @@ def main() -> None:
                 urls[COMPUTES] = servers.enter_context(running_server(SERVE))
                 rates.append({"mb_s": rate, "lengths": measure(urls, turn * NEW)})
         sizes = [path.stat().st_size for path in Path(directory).rglob("*") if path.is_file()]
-    save("load_or_compute_stored", {"flags": " ".join(SERVE), "block_bytes": median(sizes), "rates": rates})
+    run.save({"flags": " ".join(SERVE), "block_bytes": median(sizes), "rates": rates})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The yardstick: the least that a prefix cache can do. One tier, LRU, one dict and one OrderedDict, no invariants."""
+"""The least that a prefix cache can do: one tier, LRU, one dict and one OrderedDict, no checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class NaiveCache:
-    """`blocks` maps a hash to its slot, `idle` holds the hashes nobody uses, least recently used first."""
+    """`blocks` maps a hash to its slot, `idle` holds unused hashes, least recently used first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = list(range(num_blocks))

@@ -1,5 +1,6 @@
-"""A GPU that does nothing, for the costs of the worker's own thread: a driver whose functions return at once, and a
-stand-in for CuPy whose questions are counted. An event is done `STEPS_IN_FLIGHT` steps after it was made."""
+"""A GPU that does nothing: a driver whose functions return at once, and a stand-in for CuPy that counts event queries.
+An event is done `STEPS_IN_FLIGHT` steps after it was made.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,13 @@ from fastdeploy_kvcache_v1.worker.cuda import driver
 
 STEPS_IN_FLIGHT = 3
 
+SOURCE = b"""
+int nothing(void) { return 0; }
+int same_address(void **seen, void *host, unsigned flags) { *seen = host; return 0; }
+"""
+
 calls: Counter[str] = Counter()
-"""Questions so far, by name."""
+"""Event queries so far."""
 
 _SUCCESS, _NOT_READY = 0, 600
 _handles = itertools.count(1)
@@ -46,10 +52,16 @@ class _Stream:
 
 
 class _Device:
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int = 0) -> None:
         pass
 
     def use(self) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
         pass
 
 
@@ -65,12 +77,16 @@ def _query(event: int) -> int:
 
 
 def enter(directory: Path) -> None:
-    """From now on `cupy` and the driver are these. Before a `CudaRuntime` is made."""
+    """Replace `cupy` and the driver. Call it before a `CudaRuntime` is made. Needs a C compiler."""
     library = directory / "nothing.so"
-    source = b"int nothing(void) { return 0; }"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-xc", "-", "-o", str(library)], input=source, check=True)
-    address = ctypes.cast(ctypes.CDLL(str(library)).nothing, ctypes.c_void_p).value or 0
-    driver.address_of = lambda name: address
+    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-xc", "-", "-o", str(library)], input=SOURCE, check=True)
+    functions = ctypes.CDLL(str(library))
+
+    def address_of(name: str) -> int:
+        function = functions.same_address if name == "cuMemHostGetDevicePointer" else functions.nothing
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+    driver.address_of = address_of
     runtime: Any = types.ModuleType("cupy.cuda.runtime")
     cuda: Any = types.ModuleType("cupy.cuda")
     cupy: Any = types.ModuleType("cupy")

@@ -1,15 +1,9 @@
-"""Cost of FastDeploy's scheduler with our adapter and with its own cache manager: same requests, same steps, one run.
+"""Time per request of FastDeploy's real `ResourceManagerV1` with this plugin over that with its own cache manager.
+Prompts of 32 blocks evict in a full cache, every second one repeats an earlier prompt; each manager has a process.
 
-    FASTDEPLOY_25=DIR FASTDEPLOY_26=DIR python benchmarks/overlay_scheduler.py
-
-Each manager has a process of its own: ours with the plugin switched on, theirs with FastDeploy as released.
-One request at a time goes through the real ResourceManagerV1: add, schedule (match, allocate, insert), one token,
-schedule, finish. The device cache is full from the start, so every new prompt evicts; every second request repeats an
-earlier prompt. The two take turns of some requests, so that both see the same machine. No worker runs.
-
-Two costs per request: `cache` is the time inside the cache manager (ours with all that the overlay adds to a step),
-`step` is all of `schedule` and `finish_requests`, with what the host does in both cases. Measured twice: as the host is
-configured, where its own manager writes log lines, and with all logging off.
+One request at a time is added, scheduled, given one token, scheduled and finished; the managers take turns. `cache` is
+the time inside the cache manager, and of the plugin whatever the overlay adds. `step` is all of `schedule` and
+`finish_requests`. Both are measured as the host is configured, and with all logging off. No worker runs.
 """
 
 from __future__ import annotations
@@ -24,21 +18,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _support import ROOT, median, percentile, save
+from _support import ROOT, begin, median, percentile, sized
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.patches import put_tasks
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import checkout_variable, known_releases
 
-SIZES = (1_000, 100_000)
+SIZES = sized((1_000, 40_000), (1_000,))
 BLOCK_SIZE = KVCacheConfig.block_size
 PROMPT_BLOCKS = 32
-REQUESTS = 240
-TURN = 24
+REQUESTS, TURN = sized((240, 24), (4, 2))
 INSIDE, ANSWER = "inside", "served "
 
 
 def main() -> None:
+    run = begin(variables=map(checkout_variable, known_releases()))
     results: dict[str, Any] = {}
     for release in known_releases():
         variable = checkout_variable(release)
@@ -49,11 +43,11 @@ def main() -> None:
             print(f"{variable} is not set: FastDeploy {release} is left out", file=sys.stderr)
     if not results:
         sys.exit("error: no FastDeploy tree: set one of these variables to a checkout")
-    save("overlay_scheduler", {"prompt_blocks": PROMPT_BLOCKS, "requests": REQUESTS, "releases": results})
+    run.save({"prompt_blocks": PROMPT_BLOCKS, "requests": REQUESTS, "releases": results})
 
 
 class Process:
-    """FastDeploy in a process of its own, with our manager or its own: serves one request when told to."""
+    """FastDeploy in a process of its own, with the plugin's manager (`ours`) or its own."""
 
     def __init__(self, tree: Path, blocks: int, logs: int, *, ours: bool) -> None:
         environment = {
@@ -72,7 +66,7 @@ class Process:
         )
 
     def take_turn(self) -> list[dict[str, Any]]:
-        """The first turn fills the cache; a further one serves `TURN` requests. Between turns the process is idle."""
+        """Fill the cache in the first turn, and serve `TURN` requests in each further one."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("next\n")
@@ -136,7 +130,7 @@ def answer_requests(blocks: int, logs: int, ours: int) -> None:
 
 
 class Timed:
-    """A cache manager whose calls from outside are timed. Calls it makes to itself are part of them."""
+    """A cache manager that adds the time of its outer calls to a clock."""
 
     def __init__(self, target: Any, clock: list[float]) -> None:
         self._target, self._clock = target, clock
@@ -148,7 +142,7 @@ class Timed:
         if callable(value) and not isinstance(value, Timed):
             value = self._timed(value)
         if callable(value) or isinstance(value, Timed):
-            vars(self)[name] = value  # found at once the next time; plain attributes change
+            vars(self)[name] = value  # methods are looked up once; plain attributes change
         return value
 
     def _timed(self, function: Any) -> Any:
@@ -163,7 +157,7 @@ class Timed:
 
 
 class Contender:
-    """ResourceManagerV1 with the cache manager that this process has."""
+    """`ResourceManagerV1` with the cache manager of this process."""
 
     def __init__(self, blocks: int, *, ours: bool) -> None:
         from tests.fastdeploy.real_manager import make_manager, make_request
@@ -178,18 +172,18 @@ class Contender:
         self.manager.cache_manager = Timed(self.manager.cache_manager, self.clock)
 
     def _timed_put(self, tasks: Any) -> None:
-        """What the overlay adds to `put_tasks`: blocks become matchable."""
+        """The overlay's part of `put_tasks`, which makes blocks matchable."""
         start = time.perf_counter()
         if tasks:
             put_tasks(lambda message: None, None, ((tasks, len(tasks)),), {})
         self.clock[0] += time.perf_counter() - start
 
     def serve(self, request_id: str, prompt: list[int]) -> dict[str, float]:
-        """Returns the seconds of its steps, those of them in the cache manager, and its cached tokens."""
+        """Serve one request. Returns its seconds in steps and in the cache manager, and its cached tokens."""
         request = self.make_request(request_id, prompt)
         self.manager.add_request(request)
         for future in request.async_process_futures:
-            future.result()  # the host skips a request whose preprocessing is not done; not what is measured here
+            future.result()  # the host skips a request whose preprocessing is not done
         self.clock[0] = 0.0
         start = time.perf_counter()
         tasks, _ = self.schedule()
@@ -206,7 +200,7 @@ class Contender:
 
 
 def prompts(blocks: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts that fill the cache, and prompts to measure with: new ones and repeated ones in turn."""
+    """Prompts that fill the cache, and measured prompts: repeated and new ones in turn."""
     rng = random.Random(1)
 
     def new() -> list[int]:

@@ -1,9 +1,5 @@
-"""Prefill and decode servers beside a mixed one, in one run: time to the first token, and from there to the second.
-
-Each prompt is new to all servers. It goes to the mixed server and, through the router, to a decode server, in turns.
-The first token comes from the prefill server; what a request waits for its blocks shows between the first and the
-second.
-Ratios are medians of those of each prompt. All servers share the cores, and only one request is under way.
+"""Time to the first and second token of new prompts, with prefill and decode servers and a router over a mixed server.
+All servers share the cores, in turns, so the figures do not show the gain of two machines.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from _support import MODEL, median, random_tokens, save
+from _support import MODEL, begin, median, random_tokens, sized
 
 from fastdeploy_kvcache_v1.lab.server.client import Answer, complete, free_port, running_server
 
 PROMPT_TOKENS = 2_000
-NUM_PROMPTS = 8
+NUM_PROMPTS = sized(8, 1)
 SERVE = (*MODEL, "--num-gpu-blocks-override", "400", "--max-num-batched-tokens", "512")
 
 
@@ -50,7 +46,7 @@ def _wait_until_healthy(url: str) -> None:
 
 
 def ask(url: str, tokens: tuple[int, ...]) -> Answer:
-    """Two tokens: `first_token_s`, and from there to `total_s` the second one."""
+    """Ask for two tokens: the first arrives after `first_token_s`, the second after `total_s`."""
     return complete(url, tokens, 2)
 
 
@@ -77,6 +73,7 @@ def measure(mixed: str, routed: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    run = begin()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         secret = Path(directory) / "secret"
         secret.write_text("the secret of this benchmark")
@@ -87,7 +84,7 @@ def main() -> None:
         decode = stack.enter_context(running_server([*SERVE, "--role", "decode", *shared]))
         routed = stack.enter_context(router(prefill, decode, shared))
         measured = measure(mixed, routed)
-    save("roles", {"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "model": "SmolLM2", **measured})
+    run.save({"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "model": "SmolLM2", **measured})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Writes `traces/conversations.jsonl`, the sample trace of README's commands: `python benchmarks/sample_trace.py`.
+"""Writes the sample trace `traces/conversations.jsonl`: `python benchmarks/sample_trace.py`.
 
-Fifty requests in Mooncake's JSONL format, invented here: eight conversations with one system prompt, which take turns.
-Each turn of a conversation brings a question, and the answer to the turn before is part of its prompt.
+Fifty invented requests in Mooncake's JSONL format: eight conversations with one system prompt take turns. Each prompt
+of a conversation holds the answer of the turn before and a new question.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SYSTEM_IDS = 3
 
 
 def requests() -> Iterator[dict[str, object]]:
-    """The lines of the trace, the same ones in every run."""
+    """The lines of the trace, equal in every run."""
     rng = random.Random(CONVERSATIONS)
     new_id = count(SYSTEM_IDS).__next__
     prefixes = [list(range(SYSTEM_IDS)) for _ in range(CONVERSATIONS)]

@@ -1,8 +1,5 @@
-"""Time to the first token of a repeated prompt: served from the device tier, from the host tier, and computed.
-
-Each prompt is new to the server, is sent (computed), sent again at once (device hits), and once more after other
-prompts have pushed it out of the small device tier (host hits). Prompts take turns, so that all three are measured
-under the same load. Ratios are medians of each prompt's own ratio.
+"""Time to the first token of a repeated prompt from the device tier and from the host tier, over computing it.
+Each prompt is sent new, at once again, and after three other prompts evicted it from the device tier.
 """
 
 from __future__ import annotations
@@ -13,15 +10,15 @@ import urllib.request
 from collections import defaultdict
 from typing import Any
 
-from _support import MODEL, median, percentile, random_tokens, save
+from _support import MODEL, begin, median, percentile, random_tokens, sized
 
 from fastdeploy_kvcache_v1.lab.server.client import Answer, complete, running_server
 from fastdeploy_kvcache_v1.telemetry.metrics import PREFIX
 
 PROMPT_TOKENS = 2_000
-NUM_PROMPTS = 6
+NUM_PROMPTS = sized(6, 1)
 DEVICE_BLOCKS = 80
-"""Holds two and a half prompts of 2,000 tokens in blocks of 64."""
+"""Two and a half prompts of 2,000 tokens in blocks of 64."""
 SERVE = (
     *MODEL, "--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--swap-space", "1", "--write-policy", "write_through",
 )  # fmt: skip
@@ -43,7 +40,7 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def settled_metrics(url: str) -> dict[str, float]:
-    """The metrics once no copy is running any more: two looks that agree."""
+    """The metrics once two reads agree, because no copy is running any more."""
     while True:
         before = metrics(url)
         time.sleep(0.1)
@@ -53,7 +50,7 @@ def settled_metrics(url: str) -> dict[str, float]:
 
 
 def first_tokens(url: str) -> tuple[dict[str, list[Answer]], dict[str, float]]:
-    """Answers by where the prompt's KV came from, in the order of the prompts; and what the host hits cost."""
+    """Answers by the source of the prompt's KV, in the order of the prompts, and the metrics of the host hits."""
     answers: dict[str, list[Answer]] = defaultdict(list)
     costs: dict[str, float] = defaultdict(float)
     send(url, prompt(10**6))  # warm-up
@@ -92,8 +89,7 @@ def summary(answers: dict[str, list[Answer]]) -> dict[str, Any]:
 
 
 def copies(costs: dict[str, float], whole_run: dict[str, float]) -> dict[str, Any]:
-    """What the host hits' copies cost them: `exposed` is the time compute stood still. And the same of the whole run,
-    where compute also waits for backups of blocks that it wants to overwrite."""
+    """Times of the host hits' copies; `exposed` is the time for which compute waits. `whole_run` adds copies out."""
     swap_in = costs['swap_seconds_total{direction="in",rank="0"}']
     exposed = costs['exposed_wait_seconds_total{rank="0"}']
     all_copies = sum(whole_run[f'swap_seconds_total{{direction="{way}",rank="0"}}'] for way in ("in", "out"))
@@ -113,11 +109,12 @@ def copies(costs: dict[str, float], whole_run: dict[str, float]) -> dict[str, An
 
 
 def main() -> None:
+    run = begin()
     with running_server(SERVE) as url:
         answers, costs = first_tokens(url)
         measured = {**summary(answers), "copies": copies(costs, settled_metrics(url))}
     sizes = {"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "device_blocks": DEVICE_BLOCKS}
-    save("server", {**sizes, **measured})
+    run.save({**sizes, **measured})
 
 
 if __name__ == "__main__":

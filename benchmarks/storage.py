@@ -1,18 +1,14 @@
-"""The `file` store against plain reads and writes of the same bytes, and against LMDB, all through the page cache.
+"""Rates of the `file` store, and of LMDB where it is installed, over plain reads and writes of one big file.
+Blocks carry checksums, everything stays in the page cache, nothing is synced, and ratios are medians of single turns.
 
-    python benchmarks/storage.py [DIRECTORY]
-
-Everything lies in a new directory in DIRECTORY (the working tree's `build/` if none is named), at most 1.5 GiB, and is
-deleted at the end. Nothing is synced. Contenders take turns on the same buffers; what counts is the median of the
-ratios of single turns. LMDB is left out where the package `lmdb` is not installed.
-
-No file is deleted before the end: ext4 without a journal does not use an inode again for minutes after a deletion, and
-looks at every such inode whenever it creates a file. `create_file_us`, of one empty file, says how much of that other
-programs have caused.
+A new directory in DIRECTORY (default: `build/`) holds at most 1.5 GiB and is deleted at the end. No file is deleted
+before: ext4 without a journal avoids inodes of deleted files for minutes, and examines them at each new file.
+`create_file_us`, the time to create an empty file, shows how much of that other programs have caused.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import os
@@ -27,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from _support import ROOT, median, save
+from _support import ROOT, begin, median, sized
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.contract.messages import BlockHash
@@ -42,15 +38,15 @@ try:
 except ImportError:
     lmdb = None
 
-BLOCK_SIZES = (128 << 10, 1 << 20, 3 << 20, 8 << 20)
+BLOCK_SIZES = sized((128 << 10, 1 << 20, 3 << 20, 8 << 20), (128 << 10,))
 BATCH_BLOCKS = 32
-"""As many as `Fetches` and `Stores` move at once."""
+"""Blocks that `Fetches` and `Stores` move at once."""
 
-COUNTED_KEYS = 2048
+COUNTED_KEYS = sized(2048, 64)
 CREATED = 8
-TURNS = 15
+TURNS = sized(15, 1)
 UNLIMITED = 1 << 50
-"""Values that were moved away count as stored."""
+"""No limit: values that `remove` moved away still count as stored."""
 
 SEALED_FOR = "0" * 32
 """Digest of a namespace."""
@@ -66,10 +62,10 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Forget the batch, so that `put` stores it anew. Not timed."""
+        """Remove the batch, so that `put` stores it anew. Not timed."""
 
     def age(self) -> None:  # noqa: B027 (most stores mark nothing)
-        """Let time pass after `put`: a `get` soon after it would leave out to mark values as used. Not timed."""
+        """Make values look old, because a `get` soon after `put` does not mark them as used. Not timed."""
 
     @abstractmethod
     def put(self, buffers: Buffers) -> None: ...
@@ -97,7 +93,7 @@ class Plain(Store):
 
 
 class Overwritten(Plain):
-    """`Plain` into the pages that the file has already: no store can do that to values that may be being read."""
+    """`Plain` into pages that the file has already. A store cannot do that to values that others read."""
 
     def remove(self) -> None:
         pass
@@ -111,7 +107,7 @@ class Files(Store):
         self.numbers = itertools.count()
 
     def remove(self) -> None:
-        """See the module's text: their inodes stay."""
+        """Move files away: their inodes stay, see the module's docstring."""
         for path in self.paths():
             os.truncate(path, 0)
             path.rename(self.removed / str(next(self.numbers)))
@@ -134,7 +130,7 @@ class Files(Store):
 class Lmdb(Store):
     """A transaction per batch. A value is copied once, from the map into its buffer.
 
-    What `remove` frees is used again by later puts, so the file's pages are warm.
+    Later puts use the pages that `remove` frees, so they are warm.
     """
 
     def __init__(self, environment: Any, keys: Sequence[StoreKey]) -> None:
@@ -201,7 +197,7 @@ def new_backend(directory: Path) -> FileBackend:
 
 @contextmanager
 def opened_lmdb(directory: Path) -> Iterator[Any]:
-    """Gives the space back at the end, for the next block size."""
+    """An LMDB environment whose files are deleted at the end."""
     with lmdb.open(str(directory / "lmdb"), map_size=LMDB_BYTES, sync=False, writemap=False) as environment:
         yield environment
     shutil.rmtree(directory / "lmdb")
@@ -263,7 +259,7 @@ def measure(directory: Path, block_bytes: int) -> dict[str, Any]:
 
 
 def _ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Of the rates, by contender."""
+    """Rates over the plain rate, by contender."""
     plain = seconds["plain"]
     return {
         name: median(a / b for a, b in zip(plain, own, strict=True)) for name, own in seconds.items() if name != "plain"
@@ -271,7 +267,7 @@ def _ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def count_stored_ms(directory: Path) -> dict[str, dict[str, float]]:
-    """Of `COUNTED_KEYS` keys of which all, the first half, or none are stored."""
+    """Milliseconds to look up `COUNTED_KEYS` keys of which all, the first half, or none are stored."""
     stored, other = keys_of(0, COUNTED_KEYS), keys_of(COUNTED_KEYS, COUNTED_KEYS)
     half = COUNTED_KEYS // 2
     asked = {"all": stored, "half": stored[:half] + other[half:], "none": other}
@@ -310,11 +306,15 @@ def file_system(directory: Path) -> str:
 
 
 def main() -> None:
-    parent = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build"
-    if len(sys.argv) == 1:
+    def configure(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("directory", type=Path, nargs="?", default=ROOT / "build", metavar="DIRECTORY")
+
+    run = begin(configure=configure)
+    parent = run.options.directory
+    if parent == ROOT / "build":
         parent.mkdir(exist_ok=True)
     elif not parent.is_dir():
-        sys.exit(f"error: {parent} is not a directory")
+        sys.exit(f"error: {parent} is no directory: name an existing one")
     if lmdb is None:
         print("note: LMDB is left out, because the package lmdb is not installed", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="storage-benchmark-", dir=parent) as name:
@@ -331,7 +331,7 @@ def main() -> None:
             "count_stored_ms": count_stored_ms(counted),
             "cases": [measure(*case) for case in zip(measured, BLOCK_SIZES, strict=True)],
         }
-    save("storage", result)
+    run.save(result)
 
 
 if __name__ == "__main__":

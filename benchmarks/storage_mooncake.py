@@ -1,9 +1,7 @@
-"""The `mooncake` store against Mooncake's own client, called in this process, for the same batches over TCP.
+"""Rates of the `mooncake` store over Mooncake's own client, for the same batches over TCP on one machine.
+The store's client runs in a process of its own and looks keys up before it stores; ratios are medians of single turns.
 
-    python benchmarks/storage_mooncake.py
-
-Starts a master on the loopback interface and gives it 1 GiB. Contenders take turns on the same memory; what counts is
-the median of the ratios of single turns. Ours goes to the process of the client and back, and asks before it stores.
+A master on the loopback interface gets 1 GiB of memory.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from _support import median, save
+from _support import begin, median, sized
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.contract.messages import BlockHash
@@ -32,14 +30,14 @@ from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_
 from fastdeploy_kvcache_v1.storage.namespace import Namespace, block_key
 from fastdeploy_kvcache_v1.worker import ops
 
-BLOCK_SIZES = (128 << 10, 1 << 20, 3 << 20)
+BLOCK_SIZES = sized((128 << 10, 1 << 20, 3 << 20), (128 << 10,))
 BATCH_BLOCKS = 32
-COUNTED_KEYS = 2048
-TURNS = 15
+COUNTED_KEYS = sized(2048, 64)
+TURNS = sized(15, 1)
 
 
 class Direct:
-    """Mooncake's client as its documentation shows it."""
+    """Mooncake's client, used as in its documentation."""
 
     def __init__(self, settings: MooncakeSettings, address: int, num_bytes: int) -> None:
         self.store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
@@ -111,6 +109,7 @@ def free_port() -> int:
 
 
 def main() -> None:
+    run = begin()
     os.environ.update(ENVIRONMENT, MC_TCP_BIND_ADDRESS="127.0.0.1")
     port = free_port()
     program = Path(sys.executable).with_name("mooncake_master")
@@ -141,7 +140,7 @@ def main() -> None:
     finally:
         master.kill()
         master.wait()
-    save("storage_mooncake", result)
+    run.save(result)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,5 @@
-"""What storage is worth to a server, and what it costs one that finds nothing in it.
-
-First tokens: a server computes prompts of several lengths and stores them, and is stopped. Another server with the same
-directory is sent these prompts, and new ones of the same lengths, in turns. The same prompts once more at the end, from
-the tiers of the second server itself.
-
-Steps: the engine core with a worker that computes nothing, with and without a storage tier, in turns. Half of its
-requests hit, every block is backed up and stored; the store answers at once.
+"""Time to the first token of prompts that another server stored, over computing new ones, with the `file` store.
+Also the scheduler time per step with storage over without, with a worker that does nothing and an instant store.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _support import MODEL, ROOT, median, random_tokens, save
+from _support import MODEL, ROOT, begin, median, random_tokens, sized
 from server import metrics, send, settled_metrics
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
@@ -26,8 +20,8 @@ from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.lab.server.harness import Harness
 from tests.storage.values import namespace
 
-LENGTHS = (256, 512, 1_000, 2_000)
-PROMPTS = 4
+LENGTHS = sized((256, 512, 1_000, 2_000), (512,))
+PROMPTS = sized(4, 1)
 """Of each length."""
 
 NEW = 1_000_000
@@ -35,7 +29,7 @@ SERVE = (*MODEL, "--num-gpu-blocks-override", "400", "--swap-space", "2", "--wri
 STORED = 'storage_blocks_total{direction="store"}'
 
 STEP_BLOCK = 16
-STEP_REQUESTS = 300
+STEP_REQUESTS = sized(300, 4)
 STEP_PROMPT = 64
 """Blocks."""
 
@@ -88,7 +82,7 @@ def _first(answers: dict[tuple[int, int], Answer], length: int) -> list[float]:
 
 
 class InstantLink:
-    """A `Link` to a store that has nothing, takes everything, and answers when it is asked to."""
+    """A `Link` to an empty store that takes every block and answers at once."""
 
     num_ranks = 1
 
@@ -126,7 +120,7 @@ class Core:
         self.manager_check, self.harness.manager.check = self.harness.manager.check, lambda: None  # type: ignore[method-assign]
 
     def serve(self, name: str, tokens: tuple[int, ...]) -> list[float]:
-        """Seconds of each step of one request, the worker's time left out."""
+        """Seconds of each step of one request, without the worker's time."""
         core, seconds = self.harness.core, []
         start = time.perf_counter()
         self.harness.submit(name, tokens, 4)
@@ -161,9 +155,10 @@ def steps() -> dict[str, Any]:
 
 
 def main() -> None:
+    run = begin()
     with tempfile.TemporaryDirectory() as directory:
         served = first_tokens(Path(directory) / "kv")
-    save("storage_server", {**served, "steps": steps()})
+    run.save({**served, "steps": steps()})
 
 
 if __name__ == "__main__":

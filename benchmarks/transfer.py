@@ -1,10 +1,5 @@
-"""Reading a peer's scattered blocks: the data planes against what they are made of, in turns.
-
-    python benchmarks/transfer.py
-
-The socket plane against a plain TCP socket that copies the same blocks, one `sendall` and one `recv_into` each; the
-Mooncake plane against Mooncake's engine called directly. The peer is another process. What counts is the median of the
-ratios of single turns.
+"""Rates of reading scattered blocks of another process: the socket plane over a plain socket, in turns.
+Also the Mooncake plane over Mooncake's engine; the plain socket uses one `sendall` and one `recv_into` a block.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from _support import median, save
+from _support import begin, median, sized
 
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
 from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
@@ -30,9 +25,10 @@ from fastdeploy_kvcache_v1.worker.ops.rows import tensor_rows
 HOST = "127.0.0.1"
 SECRET = b"benchmark of the transfer"
 NUM_ROWS = 1024
-CASES = [(4 << 10, 512), (128 << 10, 256), (512 << 10, 64)]
-"""Bytes of a block in one layer, and how many are read at once."""
-TURNS = 25
+CASES = sized([(4 << 10, 512), (128 << 10, 256), (512 << 10, 64)], [(4 << 10, 8)])
+"""Bytes of a block in one layer, and blocks read at once."""
+
+TURNS = sized(25, 1)
 
 Tensor = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -175,13 +171,14 @@ def measure_mooncake(block_bytes: int, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    run = begin()
     result = {
         "turns": TURNS,
         "socket": [measure_socket(*case) for case in CASES],
         "mooncake_version": importlib.metadata.version("mooncake-transfer-engine-non-cuda"),
         "mooncake": [measure_mooncake(*case) for case in CASES],
     }
-    save("transfer", result)
+    run.save(result)
 
 
 if __name__ == "__main__":

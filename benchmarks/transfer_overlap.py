@@ -1,8 +1,5 @@
-"""How much of a slow transfer hides behind the prefill: both desks, real sockets; prefill and network only wait.
-
-The prefill takes `PREFILL_S` in chunks and layers. The network is slowed down until the blocks alone take half of that.
-What is left of the transfer when the prefill ends is exposed; the rest was hidden. Told are: layer by layer, chunk by
-chunk, and all at the end. Nothing here computes, so a busy machine changes little.
+"""Share of a slow transfer that hides behind the prefill, by how blocks are announced, over real sockets.
+Prefill and network only wait, and the transfer takes half as long as the prefill; the rest after its end is exposed.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from _support import median, save
+from _support import begin, median, sized
 
 from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
 from fastdeploy_kvcache_v1.transfer.control_link import Self
@@ -29,14 +26,14 @@ from fastdeploy_kvcache_v1.worker.ops.rows import tensor_rows
 
 HOST, SECRET = "127.0.0.1", b"the secret of this benchmark"
 LAYERS, BLOCK, NUM_BLOCKS = 24, 64, 64
-PREFILL_S = 2.0
+PREFILL_S = sized(2.0, 0.1)
 CHUNKS = 4
-TURNS = 5
+TURNS = sized(5, 1)
 TURN_S = 0.001
 
 
 class SlowSource(Source):
-    """Another source, and the time that a slow network would take."""
+    """A source that takes as long as a network of `bytes_per_s`."""
 
     def __init__(self, inner: Source, bytes_per_s: float) -> None:
         self._inner, self._bytes_per_s = inner, bytes_per_s
@@ -58,7 +55,7 @@ class SlowPlane(SocketPlane):
 
 
 class Rank:
-    """One side. `turn` is its worker's loop."""
+    """One side of the transfer."""
 
     def __init__(self, *, is_decode: bool) -> None:
         layout = GQACacheBackend(LAYERS, 4, 32, BLOCK, "float16").layout
@@ -73,7 +70,7 @@ class Rank:
 
 
 def compute(transfers: RankTransfers, name: str, tell_layers: bool, ends: Sequence[int]) -> None:
-    """The prefill: each layer takes its share of the time, as a pass of the worker's loop."""
+    """Wait as long as a prefill computes, layer by layer, and announce finished blocks."""
     for end in ends:
         transfers.begin_pass([(name, end)])
         for layer in range(LAYERS):
@@ -84,7 +81,7 @@ def compute(transfers: RankTransfers, name: str, tell_layers: bool, ends: Sequen
 
 
 def fetch_s(prefill: Rank, decode: Rank, name: str, work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds that `work` takes, and from its end to that of the fetch."""
+    """Seconds of `work`, and seconds from its end to the end of the fetch."""
     slots = tuple(range(NUM_BLOCKS))
     arrived = threading.Event()
 
@@ -116,6 +113,7 @@ def fetch_s(prefill: Rank, decode: Rank, name: str, work: Callable[[], None]) ->
 
 
 def main() -> None:
+    run = begin()
     prefill, decode = Rank(is_decode=False), Rank(is_decode=True)
     decode.plane.bytes_per_s = prefill.num_bytes / (PREFILL_S / 2)
     whole = [NUM_BLOCKS * BLOCK]
@@ -130,7 +128,7 @@ def main() -> None:
         for way, work in ways.items():
             name = f"{way} {turn}"
             measured[way].append(fetch_s(prefill, decode, name, work(name)))
-    # What is told at the end cannot hide at all: that is the transfer alone, with its messages.
+    # Blocks announced at the end cannot hide, so that is the transfer alone, with its messages.
     alone_s = median(exposed for _, exposed in measured["all at the end"])
     rows: dict[str, Any] = {
         way: {
@@ -142,7 +140,7 @@ def main() -> None:
     prefill.transfers.close()
     decode.transfers.close()
     sizes = {"prefill_s": PREFILL_S, "chunks": CHUNKS, "layers": LAYERS, "mib": prefill.num_bytes / 2**20}
-    save("transfer_overlap", {**sizes, "turns": TURNS, "transfer_ms": 1e3 * alone_s, "told": rows})
+    run.save({**sizes, "turns": TURNS, "transfer_ms": 1e3 * alone_s, "told": rows})
 
 
 if __name__ == "__main__":

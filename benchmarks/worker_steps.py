@@ -1,15 +1,10 @@
-"""CPU of the worker's thread per step inside FastDeploy: what a batch with copies costs, and a pass while copies run.
-
-The real `WorkerCache`, `CudaRuntime` and `CudaCopies`, by the kernel, over a GPU that does nothing (`null_gpu.py`): all
-that is left is bookkeeping and submitting. Every step brings copies, and those of three steps are in flight.
-
-`worker_steps.py [NAME]` writes `results/NAME.json`.
+"""CPU time that a step with copies costs the worker's thread: receiving a batch, the pass, and 48 waits for layers.
+The real worker runs over a driver whose functions do nothing (`null_gpu.py`), with copies of three steps in flight.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +16,7 @@ from typing import Any
 
 import null_gpu
 import numpy as np
-from _support import median, percentile, save
+from _support import begin, median, percentile, sized
 
 from fastdeploy_kvcache_v1.attention.layouts import GQACacheBackend
 from fastdeploy_kvcache_v1.contract.messages import BlockCopies, CacheLevel, SwapStep
@@ -33,10 +28,10 @@ from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime
 
 LAYERS, BLOCK_SIZE, ROW_BYTES = 48, 64, 16 << 10
 POOLS = {"small": (2_000, 4_000), "usual": (40_000, 60_000), "large": (200_000, 1_000_000)}
-"""Slots of the device and of the host."""
+"""Slots of the device and of the host. The large ones show that cost does not grow."""
 
 ROW_BLOCKS = 256
-STEPS, WARM_UP = 200, 20
+STEPS, WARM_UP = sized((200, 20), (2, 1))
 BATCHES = {
     "16 in": (0, 16),
     "64 out, 64 in": (64, 64),
@@ -44,10 +39,11 @@ BATCHES = {
     "1,000 out, 1,000 in": (1000, 1000),
     "2,000 out, 2,000 in": (2000, 2000),
 }
-"""Blocks per step. What is swapped in goes where the evictions of the step make room."""
+"""Blocks that a step copies to the host and from it. Copies in go to slots that the step's copies out free."""
 
 CASES = [("usual", batch, rows) for batch in BATCHES for rows in (0, 64)]
 CASES += [(pools, batch, 4) for batch in ("16 in", "64 out, 64 in") for pools in POOLS]
+CASES = sized(CASES, CASES[:1])
 
 
 class _Tensor:
@@ -73,6 +69,14 @@ def make_cache(device_slots: int, host_slots: int) -> WorkerCache:
     )
     runtime.free_host = lambda buffer: None
     runtime.require_memory = lambda **_: None
+    make_copies = runtime.new_copies
+
+    def new_copies(*layers: Any) -> Any:
+        copies = make_copies(*layers)
+        assert not copies.left, copies.left  # else the kernel is not used
+        return copies
+
+    runtime.new_copies = new_copies
     cache = WorkerCache(num_host_blocks=host_slots, block_size=BLOCK_SIZE, make_runtime=lambda: runtime)
     backend = GQACacheBackend(LAYERS, 1, 128, BLOCK_SIZE, "bfloat16")
     tensors = {
@@ -95,7 +99,7 @@ def task(kind: int, index: int, table: list[int], end: int = 0) -> SimpleNamespa
 
 
 def run(pools: str, batch: str, num_rows: int) -> dict[str, Any]:
-    """Steps of one kind beside `num_rows` rows that decode."""
+    """Times of steps of one kind, beside `num_rows` rows that decode."""
     (device_slots, host_slots), (out, into) = POOLS[pools], BATCHES[batch]
     rng, cache, encoder = Random(1), make_cache(device_slots, host_slots), SwapEncoder()
     slots = rng.sample(range(device_slots), device_slots)
@@ -139,7 +143,7 @@ def _tasks(
     tokens: int,
     blocks: tuple[int, int],
 ) -> list[SimpleNamespace]:
-    """One decode task, as when one row gets another block, which carries the step."""
+    """One decode task that carries the step, as when a row gets another block."""
     out, into = blocks
     carrier = task(1, 0, tables[0] if tables else free[:1])
     device_to_host = BlockCopies(CacheLevel.DEVICE, CacheLevel.HOST, tuple(free[:out]), tuple(host[:out]))
@@ -150,7 +154,7 @@ def _tasks(
 
 
 def _step(cache: WorkerCache, batch: list[SimpleNamespace]) -> Iterator[tuple[str, float, Counter[str]]]:
-    """What a step spends: seconds of CPU and driver calls."""
+    """CPU seconds and driver calls of each part of a step."""
 
     def measured(run: Callable[[], object]) -> tuple[float, Counter[str]]:
         before, start = null_gpu.calls.copy(), time.thread_time()
@@ -172,14 +176,14 @@ def _step(cache: WorkerCache, batch: list[SimpleNamespace]) -> Iterator[tuple[st
 
 
 def main() -> None:
-    name = sys.argv[1] if len(sys.argv) > 1 else "worker_steps"
+    started = begin()
     with TemporaryDirectory() as directory:
         null_gpu.enter(Path(directory))
         cases = [
             {"pools": pools, "copies": batch, "rows": rows, **run(pools, batch, rows)} for pools, batch, rows in CASES
         ]
     measured = {"layers": LAYERS, "steps": STEPS - WARM_UP, "steps_in_flight": null_gpu.STEPS_IN_FLIGHT}
-    save(name, {**measured, "pools": POOLS, "blocks_of_a_row": ROW_BLOCKS, "cases": cases})
+    started.save({**measured, "pools": POOLS, "blocks_of_a_row": ROW_BLOCKS, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Python runs this at its start where this folder is in PYTHONPATH: reads of the file store get a rate.
+"""Slows reads of the `file` store in every Python that has this folder in PYTHONPATH.
 
-`FASTDEPLOY_KVCACHE_BENCH_READ_MB_S`: at most so many 10^6 bytes per second, for each `get` of a process.
+`FASTDEPLOY_KVCACHE_BENCH_READ_MB_S` is the most 10^6 bytes per second, for each `get` of a process.
 """
 
 from __future__ import annotations

@@ -1,0 +1,310 @@
+"""The rows of docs/benchmarks.md: per benchmark, what its result says and the target of each value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+MOST_DEVICE_BLOCKS = 40_000
+"""Device blocks that a profiled server of FastDeploy 2.5 or 2.6 has at most (`worker_process.py`)."""
+
+TOO_LARGE = "larger than a FastDeploy device tier can be"
+
+Result = dict[str, Any]
+
+
+class Target(NamedTuple):
+    sign: str
+    bound: float
+    unit: str = "x"
+
+    def __str__(self) -> str:
+        bound = f"{self.bound:.0%}" if self.unit == "%" else f"{self.bound:g}{self.unit}"
+        return f"{self.sign} {bound}"
+
+    def is_met(self, number: float) -> bool:
+        return {"<=": number <= self.bound, ">=": number >= self.bound, "<": number < self.bound}[self.sign]
+
+
+def at_most(bound: float, unit: str = "x") -> Target:
+    return Target("<=", bound, unit)
+
+
+def at_least(bound: float, unit: str = "x") -> Target:
+    return Target(">=", bound, unit)
+
+
+def below(bound: float, unit: str = "x") -> Target:
+    return Target("<", bound, unit)
+
+
+class Row(NamedTuple):
+    what: str
+    value: str
+    number: float | None = None
+    """What the target is compared with."""
+
+    target: Target | None = None
+    device_blocks: int = 0
+    """Of the cache that was measured."""
+
+    @property
+    def is_missed(self) -> bool:
+        return self.target is not None and self.number is not None and not self.target.is_met(self.number)
+
+    def __str__(self) -> str:
+        value = f"{self.value}; {TOO_LARGE}" if self.device_blocks > MOST_DEVICE_BLOCKS else self.value
+        verdict = "" if self.target is None else f"{self.target}: {'**missed**' if self.is_missed else 'met'}"
+        return f"| {self.what} | {value} | {verdict} |"
+
+
+class Table(NamedTuple):
+    title: str
+    """Empty for the only table of a benchmark."""
+
+    rows: list[Row]
+
+
+def x(number: float) -> str:
+    """A ratio, of three digits."""
+    return f"{number:,.0f}x" if number >= 1000 else f"{number:.3g}x"
+
+
+def ratio(what: str, number: float, target: Target | None = None, more: str = "", device_blocks: int = 0) -> Row:
+    return Row(what, f"{x(number)} ({more})" if more else x(number), number, target, device_blocks)
+
+
+def control_plane(result: Result) -> Iterator[Row]:
+    contenders, size = result["against_naive"], result["device_blocks"]
+    yield Row("naive reference: one dict, LRU, no checks", f"{contenders['naive']['median_us']:.0f} us")
+    for name, row in contenders.items():
+        if name != "naive":
+            target = at_most(1.5 if name == "one tier" else 2.5)
+            yield ratio(f"{name}, over naive", row["ratio_to_naive"], target, f"{row['median_us']:.0f} us", size)
+            yield ratio(f"{name}, p99 over median", row["p99_over_median"], at_most(10), device_blocks=size)
+    sizes = result["over_sizes"]["one tier"]
+    first, *_, last = map(int, sizes["median_us"])
+    yield ratio(f"{last:,} over {first:,} blocks", sizes["growth"], at_most(1.3), device_blocks=last)
+    windows = [row["median_us"] for name, row in result["over_windows"].items() if name.startswith("two tiers")]
+    values = " / ".join(f"{value:.0f}" for value in windows)
+    size = result.get("window_blocks", 60_000)
+    yield ratio("1, 32, 128 open requests: slowest over fastest", max(windows) / min(windows), at_most(1.1),
+                f"{values} us", size)  # fmt: skip
+    for name, row in result["memory"].items():
+        number = row["bytes_per_block"]
+        size = row.get("device_blocks", 100_000 if name == "one tier" else 20_000)
+        yield Row(f"memory per cached block, {name}", f"{number:.0f} bytes", number, at_most(400, " bytes"), size)
+
+
+def hashing(result: Result) -> Iterator[Row]:
+    alone, ms = result["digests_alone_ms"], result["prompt_ms"]
+    yield Row(f"prompt of {result['prompt_tokens']:,} tokens", f"{ms:.2f} ms ({alone:.2f} for SHA-256 alone)", ms,
+              at_most(3, " ms"))  # fmt: skip
+    lengths = list(result["generated_token_us"])
+    values = " / ".join(f"{us:.2f}" for us in result["generated_token_us"].values())
+    yield ratio(f"a generated token behind {int(lengths[-1]):,} over {int(lengths[0]):,} tokens",
+                result["generated_token_growth"], at_most(1.2), f"{values} us")  # fmt: skip
+
+
+def import_time(result: Result) -> Iterator[Row]:
+    ms = result["import_ms"]
+    yield Row("import of the scheduler half", f"{ms:.0f} ms", ms, below(150, " ms"))
+
+
+def growth(result: Result) -> Iterator[Row]:
+    for name, row in result["rows"].items():
+        medians = " / ".join(f"{us:,.0f}" if us >= 100 else f"{us:.3g}" for us in row["median_us"].values())
+        sizes = [int(size) for size in row["median_us"]]
+        at = f"{medians} us at {' / '.join(f'{size:,}' for size in sizes)}"
+        target = None if row["work_grows"] else at_most(2)
+        blocks = max(sizes) if name.endswith(("blocks in the cache", "its blocks")) else 0
+        yield ratio(name + (" (the work grows)" if row["work_grows"] else ""), row["largest_over_smallest"], target, at,
+                    blocks)  # fmt: skip
+
+
+def eviction_time(result: Result) -> Iterator[Row]:
+    for case in result["cases"]:
+        costs = case["policies"]["adaptive"]
+        size = f"{case['device']:,}" + (f" + {case['host']:,}" if case["host"] else "")
+        what = f"{case['traffic']}, {size} blocks, {case['window']} open"
+        more = f"{costs['median_us']:.0f} us, with the step {x(costs['ratio_with_step'])}"
+        yield ratio(what, costs["ratio"], at_most(1.3), more, case["device"])
+
+
+def policies(result: Result) -> Iterator[Table]:
+    """Shares of tokens that hit, and blocks copied to the host."""
+    for title, cases in result["tables"].items():
+        rows = []
+        for case in cases:
+            device, host = case["device_blocks"], case["host_blocks"]
+            size = f"{case['traffic']}, {device:,}" + (f" + {host:,}" if host else "")
+            shown = [run for run in case["runs"] if "auto" in run.values() or "adaptive" in run.values()]
+            runs = [_policy(run, host) for run in shown]
+            if host:
+                runs.append(("one LRU tier of the same total", f"{case['one_lru_tier']:.1%}"))
+            runs.append(("clairvoyant bound", f"{case['clairvoyant']:.1%}"))
+            rows += [Row(f"{size}: {name}", value, device_blocks=device) for name, value in runs]
+        yield Table(title, rows)
+
+
+def _policy(run: Result, host: int) -> tuple[str, str]:
+    if not host:
+        return f"`{run['eviction_policy']}`", f"{run['hit_share']:.1%}"
+    copied = f"{run['blocks_out'] / 1e6:.2f} M blocks copied"
+    return f"`{run['write_policy']}`, `{run['eviction_policy']}`", f"{run['hit_share']:.1%}, {copied}"
+
+
+def overlay_scheduler(result: Result) -> Iterator[Row]:
+    for release, measured in result["releases"].items():
+        for case in measured["sizes"]:
+            for kind, what in (("cache", "cache manager"), ("step", "whole step")):
+                logs = "with its logs" if case["host_logs"] else "all logs off"
+                ours, host = (case[kind][f"{name}_us"]["median"] for name in ("ours", "host"))
+                yield ratio(f"{release}, {case['blocks']:,} blocks, {what}, {logs}", case[kind]["ratio_of_medians"],
+                            more=f"{ours:,.0f} of {host:,.0f} us", device_blocks=case["blocks"])  # fmt: skip
+
+
+def worker_steps(result: Result) -> Iterator[Row]:
+    for case in result["cases"]:
+        device, host = result["pools"][case["pools"]]
+        parts = [case[part] for part in ("receive", "pass", "layer waits")]
+        median, least = (sum(part[number] for part in parts) for number in ("median_us", "least_us"))
+        what = f"blocks a step: {case['copies']}; {case['rows']} rows, {device:,} + {host:,} slots"
+        yield Row(what, f"{median:,.0f} us, least {least:,.0f}", device_blocks=device)
+
+
+def copy_ops(result: Result) -> Iterator[Row]:
+    """The worst of all patterns and directions, for blocks from 64 KiB."""
+    cases = [case for case in result["cases"] if case["block_bytes"] >= 64 << 10]
+    for key, what, target in (
+        ("c_over_memcpy", "rate in C over memcpy, worst case", at_least(0.9)),
+        ("numpy_over_memcpy", "rate by NumPy over memcpy, worst case", None),
+        ("c_over_fancy_indexing", "rate in C over NumPy's fancy indexing, worst case", at_least(2)),
+    ):
+        numbers = [case[key] for case in cases]
+        yield ratio(what, min(numbers), target, f"best {x(max(numbers))}")
+
+
+def first_touch(result: Result) -> Iterator[Row]:
+    times = f"{result['copy_with_first_touch_ms']:.0f} of {result['copy_ms']:.0f} ms"
+    yield ratio("first copy into untouched memory over touched", result["median_ratio"], more=times)
+
+
+def server(result: Result) -> Iterator[Row]:
+    for source, target in (("device", at_most(0.25)), ("host", at_most(0.5))):
+        row = result["first_token"][source]
+        yield ratio(f"first token of {result['prompt_tokens']:,} tokens from the {source} tier, over computing them",
+                    row["ratio_to_computed"], target, f"{row['first_token_ms']:.0f} ms")  # fmt: skip
+    copies = result["copies"]
+    exposed = copies["exposed_share"]
+    yield Row("share of the copy time for which compute waits", f"{exposed:.1%} of {copies['swap_in_ms']:.0f} ms",
+              exposed, at_most(0.2, "%"))  # fmt: skip
+
+
+def cpu_model(result: Result) -> Iterator[Row]:
+    for threads, measured in result["threads"].items():
+        clock = "cpu" if threads == "1" else "wall"
+        speeds = measured.get("speed_over_transformers", {})
+        for work, times in measured["ours"].items():
+            seconds = times[clock]
+            time = f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+            what = f"prefill of {result['prompt_tokens']:,} tokens" if work == "prefill" else f"{work} tokens"
+            what += f", threads: {threads}"
+            if work in speeds:
+                yield ratio(f"speed over transformers, {what}", speeds[work], at_least(0.7), time)
+            else:
+                yield Row(what, time)
+
+
+def storage(result: Result) -> Iterator[Row]:
+    for case in result["cases"]:
+        rates, size = case["plain_gb_per_s"], f"{case['block_bytes'] >> 10:,} KiB"
+        for name, key, rate, bound in (("get", "get_over_plain", "read", 0.6), ("put", "put_over_plain", "write", 0.3)):
+            for store in ("files", "lmdb"):
+                if store in case[key]:
+                    more = f"plain: {rates[rate]:.1f} GB/s, without checksums {x(case[key][store])}"
+                    yield ratio(f"`{name}` of {size} over a plain {rate}, {store}", case[key][f"{store}, checksums"],
+                                at_least(bound) if store == "files" else None, more)  # fmt: skip
+    for store, ms in result["count_stored_ms"].items():
+        what = f"lookup of {result['counted_keys']:,} keys, {store}: all, half, none stored"
+        yield Row(what, " / ".join(f"{ms[name]:.2g}" for name in ("all", "half", "none")) + " ms")
+
+
+def storage_mooncake(result: Result) -> Iterator[Row]:
+    for case in result["cases"]:
+        for name, number in case["over_direct"].items():
+            more = f"its client: {case['direct_gb_per_s'][name]:.2f} GB/s"
+            yield ratio(f"`{name}` of 32 blocks of {case['block_bytes'] >> 10:,} KiB over Mooncake's client", number,
+                        at_least(0.9), more)  # fmt: skip
+    asked = result["question"]
+    what = f"lookup of {result['question_keys']:,} keys, over Mooncake's client"
+    yield ratio(what, asked["ours_ms"] / asked["direct_ms"], more=f"{asked['ours_ms']:.1f} ms")
+
+
+def transfer(result: Result) -> Iterator[Row]:
+    for case in result["socket"]:
+        checked = f"with checksums {x(case['with_checksums_over_plain'])}"
+        yield ratio(f"socket plane over a plain socket, {_blocks(case)}", case["over_plain"], at_least(0.8), checked)
+    for case in result["mooncake"]:
+        yield ratio(f"mooncake plane over its engine, {_blocks(case)}", case["over_direct"], at_least(0.9))
+
+
+def _blocks(case: Result) -> str:
+    return f"{case['blocks']} scattered blocks of {case['block_bytes'] >> 10} KiB"
+
+
+def transfer_overlap(result: Result) -> Iterator[Row]:
+    for way, told in result["told"].items():
+        share = told["hidden_share"]
+        left = f"{told['exposed_ms']:.0f} of {result['transfer_ms']:,.0f} ms are left"
+        target = at_least(0.7, "%") if way == "layer by layer" else None
+        yield Row(f"hidden share, announced {way}", f"{share:.1%} ({left})", share, target)
+
+
+def roles(result: Result) -> Iterator[Row]:
+    times = f"{result['roles_first_token_ms']:,.0f} of {result['mixed_first_token_ms']:,.0f} ms"
+    yield ratio(f"first token of {result['prompt_tokens']:,} tokens, two servers over a mixed one",
+                result["first_token_over_mixed"], at_most(1.1), times)  # fmt: skip
+    two, mixed = result["roles_second_token_ms"], result["mixed_second_token_ms"]
+    yield ratio(
+        "from the first to the second token, over a mixed one", two / mixed, more=f"{two:.0f} of {mixed:.0f} ms"
+    )
+
+
+def storage_server(result: Result) -> Iterator[Row]:
+    for length, times in result["first_token"].items():
+        target = below(1) if int(length) >= 2000 else None
+        more = f"{times['stored_ms']:.0f} of {times['computed_ms']:.0f} ms"
+        yield ratio(f"first token of {int(length):,} stored tokens, over computing them",
+                    times["stored_over_computed"], target, more)  # fmt: skip
+    hits, seconds = result["hits_after_restart_over_warm"], result["seconds_after_restart"]
+    yield Row("hits after a restart over those before", f"{hits:.1%}", hits, at_least(0.95, "%"))
+    yield Row("time from the restart to these hits", f"{seconds:.0f} s", seconds, at_most(60, " s"))
+    steps = result["steps"]
+    medians = " and ".join(f"{us:.0f}" for us in steps["median_us"].values())
+    yield ratio("mean scheduler time a step, with storage over without", steps["ratio_of_means"], below(1.2),
+                f"medians {medians} us")  # fmt: skip
+
+
+def load_or_compute_stored(result: Result) -> Iterator[Row]:
+    for rate in result["rates"]:
+        disk = "no limit" if rate["mb_s"] >= 1e6 else f"{rate['mb_s']:.0f} MB/s"
+        for case in rate["lengths"]:
+            loaded, computed = f"loads {case['loads_ms']:,.0f}", f"computes {case['computes_ms']:,.0f} ms"
+            yield ratio(f"{disk}, {case['length']:,} tokens: over the better server", case["over_better"],
+                        at_most(1.05), f"{loaded}, {computed}")  # fmt: skip
+
+
+ROWS: dict[str, Callable[[Result], Iterator[Row] | Iterator[Table]]] = {
+    each.__name__: each
+    for each in (
+        control_plane, policies, eviction_time, growth, hashing, import_time, overlay_scheduler, worker_steps, copy_ops,
+        first_touch, server, cpu_model, storage, storage_server, load_or_compute_stored, storage_mooncake, transfer,
+        transfer_overlap, roles,
+    )
+}  # fmt: skip
+
+
+def tables_of(name: str, result: Result) -> list[Table]:
+    found: list[Any] = list(ROWS[name](result))
+    return found if found and isinstance(found[0], Table) else [Table("", found)]
