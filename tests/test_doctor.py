@@ -222,8 +222,8 @@ def test_a_wrong_paddlepaddle_is_named_beside_the_one_that_is_wanted(monkeypatch
     ("driver", "ok", "said"),
     [
         (OSError("no libcuda"), False, "no NVIDIA driver (no libcuda), expected one: install one, or run "),
-        ((100, 0), False, "CUDA error 100, expected 0: look at nvidia-smi"),
-        ((0, 0), False, "got 0, expected at least 1: look at CUDA_VISIBLE_DEVICES"),
+        ((100, 0), False, "got CUDA error 100 from the driver, expected 0: look at nvidia-smi"),
+        ((0, 0), False, "got 0 GPUs, expected at least 1: look at CUDA_VISIBLE_DEVICES"),
         ((0, 2), True, "2 x "),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the cache of one attention family looks like: the contract every layout keeps. No paddle needed here."""
+"""The contract of a cache layout: roles, shapes, dtypes and tensor names of one attention family."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """All cache tensors of one rank: `num_layers` times the same roles, in role order."""
+    """Cache tensors of one rank: `num_layers` times the same roles, in role order."""
 
     num_layers: int
     roles: tuple[RoleSpec, ...]
@@ -55,7 +55,7 @@ class CacheLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers and roles: what one host slot occupies."""
+        """Bytes of one block in all layers and roles: one host slot."""
         return self.num_layers * sum(role.block_bytes for role in self.roles)
 
 
@@ -65,20 +65,20 @@ def tensor_name(role: str, layer: int, rank: int, device: int) -> str:
 
 
 class AttentionCacheBackend:
-    """Owner of a cache layout. One subclass per attention family, whose constructor knows the layout of its numbers."""
+    """Owner of a cache layout. Each attention family has a subclass, whose constructor makes the layout."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
-        """Shapes, dtypes and order of everything `create_kv_cache` makes."""
+        """Shapes, dtypes and order of the tensors of `create_kv_cache`."""
 
     def create_kv_cache(
         self, num_blocks: int, *, rank: int = 0, device: int = 0, first_layer: int = 0
     ) -> dict[str, Any]:
-        """Zero-filled tensors by `tensor_name`, in flat order: layer-major, roles in role order.
+        """Make zero-filled tensors by `tensor_name`, in flat order: layer-major, roles in role order.
 
-        Each tensor is `[num_blocks, *role.block_shape]` of the role's dtype, contiguous, and keeps its address until
-        it is dropped. It is allocated on paddle's current device. Names count layers from `first_layer`, which is how
-        a draft model's layers follow the main model's. Raises `ConfigError` for `num_blocks < 1`.
+        Each tensor is `[num_blocks, *role.block_shape]` of the role's dtype, contiguous, on paddle's current device,
+        and keeps its address until it is dropped. Layers count from `first_layer`: a draft model's layers follow the
+        main model's. Raises `ConfigError` for `num_blocks < 1`.
         """
         if num_blocks < 1:
             raise ConfigError(f"the device cache needs at least 1 block, got {num_blocks}")

@@ -1,4 +1,4 @@
-"""The cache layout of each attention family. A new family is a class here and a line of `FAMILIES`.
+"""The cache layout of each attention family: a class and a row of `FAMILIES`.
 
 The first paragraph of a class is its row in docs/lab/server.md.
 """
@@ -14,32 +14,29 @@ from ..errors import ConfigError
 from .base import AttentionCacheBackend, CacheLayout, RoleSpec
 
 GQA_DTYPES = ("float32", "float16", "bfloat16", "uint8")
-"""uint8 holds quantized caches: fp8, int8, or two int4 values in one byte (with half the head dimension)."""
-
-SCALE_BYTES = 4
-"""One float32 scale for every `QUANT_BLOCK` quantized values."""
-
-QUANT_BLOCK = 128
+"""uint8 holds fp8, int8, or two int4 values in one byte (with half the head dimension)."""
+QUANT_BLOCK, SCALE_BYTES = 128, 4
+"""A float32 scale for each block of quantized values."""
 ROPE_BYTES = 2
 """The rotary part stays in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGeometry:
-    """One rank's part of a model. A number that the model lacks is None; each attention family needs some of them."""
+    """One rank's part of a model. Numbers that the model lacks are None."""
 
     num_layers: int
-    """Those with a cache. Draft layers count when their blocks are swapped with the others."""
+    """Layers with a cache, draft layers included if their blocks are swapped with the others."""
     block_size: int
     """Tokens of one block."""
     dtype: str
-    """Of cached values; uint8 for quantized ones."""
+    """Of cached values; uint8 if quantized."""
     scale_dtype: str | None = None
-    """Of quantization scales that are cached beside the values; None where none are."""
+    """Of quantization scales that are cached beside the values."""
     num_kv_heads: int | None = None
     """Of this rank."""
     head_dim: int | None = None
-    """Elements of `dtype` for each head and token: half of the model's where a byte holds two int4 values."""
+    """Elements of `dtype` per head and token: half of the model's where a byte holds two int4 values."""
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     index_head_dim: int | None = None
@@ -107,22 +104,21 @@ FAMILIES: dict[str, Callable[..., AttentionCacheBackend]] = {
     "mla": MLACacheBackend,
     "dsa": DSACacheBackend,
 }
-"""A constructor's parameters are fields of `CacheGeometry`; the family needs those that have no default."""
+"""A constructor's parameters are fields of `CacheGeometry`; those without a default are needed."""
 
 OF_EVERY_FAMILY = ("num_layers", "block_size", "dtype")
 
 
 def make_cache_backend(family: str, geometry: CacheGeometry) -> AttentionCacheBackend:
-    """The backend of `family` for these numbers. Takes no memory.
+    """Make the backend of `family`; allocates nothing. A family without a `dtype` has a format of its own.
 
-    Its `layout` says shapes, order and bytes: a host slot holds `layout.block_bytes`, and a swap moves that per block.
-    Raises `ConfigError` for a family that is unknown, numbers that it needs and the geometry lacks, numbers that its
-    layout refuses, and scales that it would leave out. A family without a choice of dtype has a format of its own.
+    Raises `ConfigError` for an unknown family, a needed number that is None, a number that the layout refuses, or
+    scales that it would not cache.
     """
     needed, parameters = needed_numbers(family), _parameters(family)
     if missing := [name for name in needed if getattr(geometry, name) is None]:
         raise ConfigError(
-            f"attention family {family} needs {', '.join(missing)}, which the model's configuration lacks"
+            f"the model's configuration lacks {', '.join(missing)}, needed by the attention family {family}"
         )
     if geometry.scale_dtype is not None and "dtype" in parameters and "scale_dtype" not in parameters:
         raise ConfigError(f"attention family {family} caches no scales: choose another dtype of the cache")
@@ -130,9 +126,9 @@ def make_cache_backend(family: str, geometry: CacheGeometry) -> AttentionCacheBa
 
 
 def needed_numbers(family: str) -> tuple[str, ...]:
-    """Fields of `CacheGeometry` that `family` needs beside those of every family, in its constructor's order.
+    """Name the fields of `CacheGeometry` that `family` needs besides `OF_EVERY_FAMILY`, in its constructor's order.
 
-    Raises `ConfigError` for a family that is unknown.
+    Raises `ConfigError` for an unknown family.
     """
     required = (name for name, each in _parameters(family).items() if each.default is Parameter.empty)
     return tuple(name for name in required if name not in OF_EVERY_FAMILY)

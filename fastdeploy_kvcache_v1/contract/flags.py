@@ -1,7 +1,4 @@
-"""Flag: the one declaration of a flag. Command lines, FastDeploy's arguments, help, files and docs are made from it.
-
-A flag is declared in the room that owns its meaning; each server collects its flags. Those of the cache are here.
-"""
+"""Flag: declares a flag once for command lines, FastDeploy's arguments, help, files and docs. And the cache's flags."""
 
 from __future__ import annotations
 
@@ -23,23 +20,23 @@ FITS: dict[type, tuple[type, ...]] = {float: (int, float), Path: (str, Path)}
 @dataclass(frozen=True, eq=False)
 class Flag:
     name: str
-    """In a namespace, in files, in FastDeploy's configuration: `swap_space` for `--swap-space`."""
+    """As an attribute: `swap_space` for `--swap-space`."""
     help: str
     type: type = str
     default: Any = None
     _: KW_ONLY
     group: str
-    """Title in help. Docs have a table for each."""
+    """Title in help and docs."""
     otherwise: str = ""
-    """What holds without the flag, where no `default` says it."""
+    """Text of the default in help, where `default` does not say it."""
     unit: str | None = None
-    """Stands for the value in help."""
+    """Placeholder of the value in help."""
     choices: Iterable[str] = ()
     least: float = -math.inf
     above: float = -math.inf
     most: float = math.inf
     fastdeploy: Literal["yes", "added", "no"] = "no"
-    """Has FastDeploy's api_server a flag of that name? `added`: by this package."""
+    """Does FastDeploy's api_server have this flag? `added`: by this package."""
 
     @property
     def option(self) -> str:
@@ -47,14 +44,13 @@ class Flag:
 
     @property
     def full_help(self) -> str:
-        """With choices and default."""
         text = f"{self.help}: {', '.join(self.choices)}" if self.choices else self.help
         if self.otherwise or self.default is None:
             return f"{text} (default: {self.otherwise})" if self.otherwise else text
         return f"{text} (default: {format(self.default, 'g' if self.type is float else '')})"
 
     def checked(self, value: object, name: str | None = None) -> Any:
-        """`value`, of the flag's type. Raises `ConfigError`, which calls it `name` if that is not the option's."""
+        """Convert `value` to the flag's type. Raises `ConfigError`, which names `name` (default: the option)."""
         name = name or self.option
         if self.choices:
             one_of(name, self.choices, value)
@@ -74,7 +70,7 @@ class Flag:
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag], *, with_defaults: bool = False) -> None:
-    """In groups by their titles. Without defaults a flag that is not given is None."""
+    """Add `flags` to `parser`, by group. Without `with_defaults`, a flag that is not given is None."""
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(flag.group for flag in flags)}
     for flag in flags:
         options: dict[str, Any] = {"type": flag.type, "metavar": flag.unit}

@@ -22,17 +22,17 @@ MODULES = {
     "gpu": ("cupy",),
 }
 # fmt: on
-"""Modules of other projects that this package imports, FastDeploy apart, by the extra that installs them."""
+"""Third-party modules that this package imports, except FastDeploy, by the extra that installs them."""
 
 DEPENDENCIES = {name for modules in MODULES.values() for name in modules}
 
 
 @contextmanager
 def needed_by(what: str, extras: str = "") -> Iterator[None]:
-    """`extras`, separated by commas, install what the block imports beside the package's own dependencies.
+    """Wrap imports that need the comma-separated `extras`.
 
-    Raises `ConfigError` with the command for it where a dependency is missing. Any other module that is not found is a
-    bug, and stays a `ModuleNotFoundError`.
+    Raises `ConfigError` with the install command if a dependency is missing. Any other missing module is a bug and
+    stays a `ModuleNotFoundError`.
     """
     try:
         yield
@@ -44,21 +44,21 @@ def needed_by(what: str, extras: str = "") -> Iterator[None]:
 
 
 def missing_libraries(libraries: Mapping[str, str]) -> str:
-    """Libraries of the system that cannot be loaded, and the command that installs them; empty where none is missing.
+    """Name the system libraries that cannot be loaded and the command that installs them; empty if none is missing.
 
-    `libraries` have Debian's names of their packages.
+    `libraries` maps each name to its Debian package.
     """
-    lost = {}
+    missing = {}
     for name, package in libraries.items():
         try:
             ctypes.CDLL(name)
         except OSError:
-            lost[name] = package
-    return f"{', '.join(lost)}, missing here: apt-get install {' '.join(lost.values())}" if lost else ""
+            missing[name] = package
+    return f"{', '.join(missing)}, missing here: apt-get install {' '.join(missing.values())}" if missing else ""
 
 
 class Finding(NamedTuple):
-    """One line of doctor's report. A detail that is not ok says what was found, what was expected, and what to do."""
+    """A line of doctor's report. A `detail` that is not ok says got, expected, do."""
 
     ok: bool | None
     """None for information that decides nothing."""

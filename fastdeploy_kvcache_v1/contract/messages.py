@@ -1,7 +1,6 @@
-"""Types and messages shared by the scheduler half and the worker half.
+"""Types and messages of both halves, picklable and free of paddle, cupy and fastdeploy.
 
-Everything here is picklable and free of paddle, cupy and fastdeploy. The worker never sees the prefix tree: it
-receives `SwapStep`s and answers with `WorkerReport`s.
+The worker never sees the prefix tree: it receives `SwapStep`s and answers with `WorkerReport`s.
 """
 
 from __future__ import annotations
@@ -49,10 +48,8 @@ __all__ = [
 
 BlockHash = NewType("BlockHash", bytes)
 """Chained 32-byte SHA-256 digest that names a block together with its whole prefix."""
-
 DeviceSlot = NewType("DeviceSlot", int)
-"""Index of a block in the device caches (what block tables hold)."""
-
+"""Index of a block in the device caches, as in block tables."""
 HostSlot = NewType("HostSlot", int)
 """Index of a block in the page-locked host pool."""
 
@@ -66,19 +63,16 @@ class CacheLevel(enum.Enum):
 
 
 class CacheAccess(NamedTuple):
-    """What a request may do with the cache: tiers, storage, and blocks that the same batch computes for another one."""
+    """A request's access to all tiers, to storage, and to blocks that its batch computes for another request."""
 
     reads: bool = True
     """False: all its tokens are computed, also after a preemption."""
     writes: bool = True
-    """False: what it computes is never found, not even by itself."""
+    """False: no request finds its blocks, not even this one."""
 
 
 class BlockHashes(Protocol):
-    """The hashed token sequence of a request; grows while the request generates.
-
-    `block_hashing.BlockHasher` computes it from token ids; `block_hashing.GivenHashes` wraps known hashes.
-    """
+    """The hashed token sequence of a request; grows while the request generates. See `scheduler/block_hashing.py`."""
 
     @property
     def hashes(self) -> Sequence[BlockHash]:
@@ -86,13 +80,11 @@ class BlockHashes(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, prompt and output, the last partial block included."""
+        """Prompt and output so far, the last partial block included."""
 
     @property
     def num_plain_blocks(self) -> int:
-        """How many of the first full blocks are named by their token ids alone: no multimodal item, adapter or tenant
-        decides their bytes, too.
-        """
+        """First full blocks whose bytes depend on token ids alone, not on an image, adapter or tenant."""
 
     @property
     def access(self) -> CacheAccess:
@@ -100,18 +92,17 @@ class BlockHashes(Protocol):
 
 
 class MatchedSpan(NamedTuple):
-    """Consecutive blocks of a match that the same tier serves."""
+    """Consecutive blocks of a match from one tier."""
 
     length: int
     """In blocks."""
     level: CacheLevel
-    """`HOST` if they need device slots and a copy into them; `DEVICE` also if another request of this step has planned
-    that copy already."""
+    """`HOST` if they need device slots and a copy. `DEVICE` also if another request of this step planned that copy."""
 
 
 @dataclass(frozen=True)
 class MatchResult:
-    """What `CacheManager.match_prefix` found, in prompt order. The blocks stay pinned until the request ends."""
+    """Hit of `CacheManager.match_prefix`, in prompt order. Its blocks stay pinned until the request ends."""
 
     request_id: str
     spans: tuple[MatchedSpan, ...]
@@ -131,7 +122,7 @@ class MatchResult:
 
     @property
     def num_host_blocks(self) -> int:
-        """Device slots that the first `allocate` adds for blocks of the match."""
+        """Also the device slots that the first `allocate` adds for the match."""
         return self.num_blocks - self.num_device_blocks
 
 
@@ -139,11 +130,11 @@ class Allocation(NamedTuple):
     """Effects of one successful `CacheManager.allocate`."""
 
     new_blocks: list[DeviceSlot]
-    """What this call added to the end of the request's block table (cached prefix blocks are not in it)."""
+    """Added to the end of the request's block table, cached prefix blocks not included."""
     num_device_tokens: int
     """Tokens served from the device tier; 0 after the request's first allocation."""
     num_host_tokens: int
-    """Tokens whose swap-in from the host tier this allocation planned; 0 after the first allocation."""
+    """Tokens for which this call planned a swap-in; 0 after the first allocation."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -151,42 +142,37 @@ class Allocation(NamedTuple):
 
 
 class NoSpace(NamedTuple):
-    """There are not enough slots. No state was changed."""
+    """Too few slots are free. No state was changed."""
 
     needed: int
     available: int
 
 
 class LoadSlots(NamedTuple):
-    """What `CacheManager.begin_load` lends."""
+    """Slots that `CacheManager.begin_load` lends."""
 
     slots: tuple[int, ...]
-    """Of the load's tier, for its first blocks in prompt order: fewer than it has blocks where room is short."""
+    """In the load's tier, for its first blocks in prompt order; fewer than its blocks if room is short."""
     after_step: int
-    """No byte may arrive before the worker has begun this swap step (-1: at once), and then only after the copies and
-    passes that use these slots by then: until that step their old content may still be read.
+    """No byte may arrive before the worker has begun this swap step (-1: at once) and the copies and passes that use
+    these slots by then have ended: they may still read the old content.
     """
 
 
 class StoreSource(NamedTuple):
-    """Blocks that `CacheManager.begin_store` or `begin_device_store` keeps in their slots. None if they are gone."""
+    """Blocks that `CacheManager.begin_store` or `begin_device_store` keeps in `slots`; empty if they are gone."""
 
     hashes: tuple[BlockHash, ...]
     slots: tuple[int, ...]
-    """Where each of them is."""
 
 
 CopyKind = tuple[CacheLevel, CacheLevel]
-"""From which tier to which."""
-
+"""Source tier, target tier."""
 SWAP_OUT: CopyKind = (CacheLevel.DEVICE, CacheLevel.HOST)
 SWAP_IN: CopyKind = (CacheLevel.HOST, CacheLevel.DEVICE)
-
 COPY_ORDER: tuple[CopyKind, ...] = (SWAP_OUT, SWAP_IN)
-"""The order in which one step runs its copies; the step computes after all of them.
-
-A swap-in may fill a device slot that a swap-out of the same step reads, and compute reads what swap-ins fill. A new
-kind of copy is one entry here and one copy path in the worker.
+"""The order of copies in one step, which then computes: a swap-in may fill a device slot that a swap-out of the same
+step reads, and compute reads the slots that swap-ins fill.
 """
 
 
@@ -194,8 +180,7 @@ kind of copy is one entry here and one copy path in the worker.
 class BlockCopies:
     """Block copies of one kind: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
 
-    Target slots are unique within one object, so its copies may run in any order. Slots are a tuple, or a `SlotArray`
-    where they come from a message.
+    Target slots are unique, so the copies may run in any order. Slots from a message are a `SlotArray`.
     """
 
     source: CacheLevel
@@ -206,7 +191,7 @@ class BlockCopies:
     def __post_init__(self) -> None:
         if len(self.source_slots) != len(self.target_slots):
             raise ValueError(
-                f"swap metadata needs one target per source, got {len(self.source_slots)} and {len(self.target_slots)}"
+                f"block copies need one target per source, got {len(self.target_slots)} for {len(self.source_slots)}"
             )
 
     @property
@@ -226,11 +211,11 @@ NO_SWAP_IN = BlockCopies(*SWAP_IN)
 
 @dataclass(frozen=True)
 class SwapStep:
-    """All copies decided for one scheduling step. The worker runs `transfers` from the first to the last, then compute.
+    """All copies of one scheduling step. The worker runs `transfers` in order, then computes.
 
-    At most one transfer per kind, none empty, in `COPY_ORDER`; `ValueError` otherwise, `UnsupportedCopyError` for a
-    kind that `COPY_ORDER` lacks. Steps must reach the worker in `step` order, none twice: a later step's copies rely
-    on an earlier step's.
+    At most one transfer per kind, none empty, in `COPY_ORDER`; raises `ValueError` otherwise, `UnsupportedCopyError`
+    for a kind that `COPY_ORDER` lacks. Steps must reach the worker once and in `step` order: later copies rely on
+    earlier ones.
     """
 
     step: int
@@ -238,7 +223,7 @@ class SwapStep:
 
     @classmethod
     def of(cls, step: int, *transfers: BlockCopies) -> SwapStep:
-        """The `transfers` that copy anything, in the order in which a step runs them."""
+        """A step of the `transfers` that copy anything, sorted."""
         return cls(step, tuple(sorted([each for each in transfers if each.source_slots], key=_rank)))
 
     def __post_init__(self) -> None:
@@ -247,17 +232,15 @@ class SwapStep:
             rank = _rank(transfer)
             if rank <= last or not transfer.source_slots:
                 kinds = [(each.source.value, each.target.value) for each in self.transfers]
-                raise ValueError(f"swap step {self.step} has copies that are empty, doubled or out of order: {kinds}")
+                raise ValueError(f"swap step {self.step} has copies that are empty, duplicate or out of order: {kinds}")
             last = rank
 
     @property
     def swap_out(self) -> BlockCopies:
-        """Its copies from the device to the host."""
         return next((each for each in self.transfers if each.kind == SWAP_OUT), NO_SWAP_OUT)
 
     @property
     def swap_in(self) -> BlockCopies:
-        """Its copies from the host to the device."""
         return next((each for each in self.transfers if each.kind == SWAP_IN), NO_SWAP_IN)
 
     def __bool__(self) -> bool:
@@ -274,16 +257,15 @@ def _rank(transfer: BlockCopies) -> int:
 
 @dataclass
 class BatchRequest:
-    """Run `swap_steps`, one after another, do what `transfers` say, then compute `requests`. Not thread-safe.
+    """Run `swap_steps` one after another, then `transfers`, then compute `requests`. Not thread-safe.
 
-    Swap steps stay separate, in step order: merging the copies of two steps would let a later step's swap-out read a
-    slot before the earlier step's swap-in filled it.
+    Steps are never merged: a later step's swap-out may read a slot that an earlier step's swap-in fills.
     """
 
     requests: list[Any] = field(default_factory=list)
     swap_steps: list[SwapStep] = field(default_factory=list)
     transfers: list[Any] = field(default_factory=list)
-    """For the transfer desks of the rank: see `transfer/rank_messages.py`."""
+    """Commands of `transfer/rank_messages.py`."""
 
     def __bool__(self) -> bool:
         return bool(self.requests or self.swap_steps or self.transfers)
@@ -291,7 +273,7 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What became of one transfer of one `SwapStep`; failed ones invalidate their target slots."""
+    """Result of one transfer of one `SwapStep`."""
 
     step: int
     source: CacheLevel
@@ -300,7 +282,7 @@ class CopyResult:
     num_bytes: int
     seconds: float
     target_slots: tuple[int, ...] = field(default=())
-    """Filled for failed transfers only: the slots that hold no valid data."""
+    """Of failed transfers only: slots without valid data."""
     error: str | None = None
 
     @property
@@ -309,47 +291,47 @@ class CopyResult:
 
 
 class PassProgress(NamedTuple):
-    """How far a rank's forward passes are. Times are those of `time.monotonic`, which processes of a machine share."""
+    """Progress of a rank's forward passes, in seconds of `time.monotonic`, which the processes of a machine share."""
 
     step: int
-    """The last swap step that the rank had taken at time `at`; -1 for none."""
+    """Last swap step that the rank had taken at time `at`; -1 for none."""
     at: float
-    """Every pass that was submitted before has ended, on the device itself. Later ones know what `step` said."""
+    """Every pass submitted before has ended on the device. Later passes come behind `step`."""
     is_idle: bool = False
     """Nothing ran at time `at`, and nothing will before the rank takes a later step."""
 
 
 def positions(start: int, end: int) -> float:
-    """What attention costs more behind a longer context: tokens `[start, end)` times the tokens before them."""
+    """Attention pairs of tokens `[start, end)`: each token times the tokens before it."""
     return (end * end - start * start) / 2
 
 
 class PrefillTime(NamedTuple):
-    """A forward pass that computed prompts, as the worker measures it and `PrefillCosts` learns from it."""
+    """Duration of a forward pass that computed prompts, for `PrefillCosts`."""
 
     num_tokens: int
-    """Of prompts. What decodes in the same pass is not counted, though it takes some of the time."""
+    """Prompt tokens. Tokens that decode in the same pass are not counted, though they take some of the time."""
     num_positions: float
-    """See `positions`, summed over the prompts."""
+    """Sum of `positions` over the prompts."""
     seconds: float
-    """In which it did not stand still for copies."""
+    """Without waits for copies."""
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int]], seconds: float) -> PrefillTime:
-        """A pass that computed tokens `[start, end)` of each prompt."""
+        """Time of a pass over tokens `[start, end)` of each prompt."""
         chunks = list(chunks)
         return cls(sum(end - start for start, end in chunks), sum(positions(*chunk) for chunk in chunks), seconds)
 
 
 class CopyPath(NamedTuple):
-    """A way in which a worker can copy blocks in one direction."""
+    """A way to copy blocks in one direction."""
 
     direction: str
-    """`in`: into the device, `out`: out of it."""
+    """`in` (to the device) or `out`."""
     name: str
-    """`c` or `numpy` on a CPU; on a GPU `kernel`, `batch` or `spans`."""
+    """`c`, `numpy` or `paddle`; on a GPU `kernel`, `batch`, `spans` or `paddle`."""
     left: str = ""
-    """Why it is not used; empty for one that is used where it is the cheapest."""
+    """Reason why it is not used; empty for a path that is used where it is the fastest."""
 
     @property
     def is_used(self) -> bool:
@@ -358,7 +340,7 @@ class CopyPath(NamedTuple):
 
 @dataclass
 class CopyTotals:
-    """One direction of copies."""
+    """Copies in one direction since the worker's start."""
 
     blocks: int = counter("Blocks that a worker rank copied")
     bytes: int = counter("Bytes that a worker rank copied")
@@ -369,22 +351,21 @@ class CopyTotals:
 @source("worker rank", "rank")
 @dataclass
 class RankCopies:
-    """Everything that a worker rank counts, since its start. The worker writes, and its reports carry all of it: a new
-    number is a field here, and both servers show it. One thread writes; any thread may read single fields.
+    """Counts of a worker rank since its start. Both servers show every field. One thread writes, any thread may read
+    single fields.
     """
 
     swap_in: CopyTotals = part(CopyTotals, "swap_", direction="in")
     swap_out: CopyTotals = part(CopyTotals, "swap_", direction="out")
     exposed_wait_total_s: float = counter("Time that compute waited for copies", "exposed_wait_seconds")
     paths: tuple[CopyPath, ...] = gauge(
-        "1 for a way in which blocks are copied, 0 for one that was left, and why",
+        "1 for a copy path in use, 0 for a path that is not used, with the reason",
         "copy_path",
         each=("direction", "path", "reason"),
         default=(),
     )
 
     def add(self, result: CopyResult) -> None:
-        """A copy has ended."""
         totals = self.swap_in if result.target is CacheLevel.DEVICE else self.swap_out
         totals.seconds += result.seconds
         if result.ok:
@@ -394,7 +375,7 @@ class RankCopies:
             totals.failures += 1
 
     def snapshot(self) -> RankCopies:
-        """These numbers in an object of their own, for a report that is encoded while the worker goes on counting."""
+        """Copy the counts, for a report that may be encoded while counting goes on."""
         return replace(self, swap_in=replace(self.swap_in), swap_out=replace(self.swap_out))
 
 
@@ -406,23 +387,23 @@ class WorkerReport:
     exposed_wait_since_last_s: float = 0.0
     """Seconds that compute waited for copies since the last report."""
     ended_through: int = -1
-    """No copy of this swap step or an earlier one runs any more, and what became of it is in this report or in an
-    earlier one. Copies that never reached the worker count as ended, too.
+    """All copies of this swap step and earlier ones have ended and are reported. Copies that never reached the worker
+    count as ended.
     """
     passes: PassProgress | None = None
-    """None without news, and from workers that are asked for none."""
+    """None without news, or if the engine does not ask for it."""
     prefills: tuple[PrefillTime, ...] = ()
-    """Passes of FastDeploy's workers that ended since the last report; the embedded engine has a clock of its own."""
+    """Passes of FastDeploy's workers since the last report. The embedded engine measures by itself."""
     copies: RankCopies | None = None
     """Totals at the time of the report."""
 
 
 class CacheEvent(NamedTuple):
-    """A change that an outside index of this cache must learn, in order."""
+    """A change of the cache for an outside index, which must apply events in order."""
 
     kind: str
-    """`stored`, `removed`, or `cleared` (forget everything: the cache was reset or events were lost)."""
+    """`stored`, `removed`, or `cleared` (drop everything: the cache was reset or events were lost)."""
     level: CacheLevel | None
     hashes: tuple[BlockHash, ...] = ()
     parent: BlockHash | None = None
-    """Hash of the block before the first stored one; None at the root and for other kinds."""
+    """Hash of the block before the first stored block; None at the root and for other kinds."""

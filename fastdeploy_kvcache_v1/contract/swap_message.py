@@ -1,8 +1,7 @@
-"""The message that tells every worker rank the copies of one step, and its one codec. Both servers send it.
+"""The message with the copies of one step for every worker rank, and its codec. Both servers send it.
 
-It is made of tuples, integers and bytes: in FastDeploy it rides on a task, and FastDeploy's queue server unpickles
-tasks without this package. Every message names the step of the one before it, so a batch that is lost on the way is an
-error in the worker, and never a block that was not copied.
+It consists of tuples, integers and bytes, because FastDeploy's queue server unpickles it without this package. Every
+message names the step of the message before, so a lost batch is an error in the worker and not a missing copy.
 """
 
 from __future__ import annotations
@@ -15,38 +14,34 @@ from ..errors import MessageVersionError, TransferError
 from .messages import BlockCopies, CacheLevel, SwapStep
 
 VERSION = 2
-"""Counts the changes of `SwapMessage`."""
-
+"""Of `SwapMessage`."""
 START = -1
-"""Stands for the step before the first message, and before the first one after the cache was reset."""
-
+"""The step before the first message, and before the first message after a reset of the cache."""
 SwapMessage = tuple[int, int, int, tuple[tuple[int, int, bytes, bytes], ...]]
-"""VERSION, step, step of the message before or START, and for each transfer of the step: source tier, target tier
-(places in `TIERS`), source slots, target slots (as in `SlotArray`)."""
-
+"""VERSION, step, step of the message before or START, and for each transfer: source tier, target tier (indices of
+`TIERS`), source slots, target slots (`SlotArray.packed`)."""
 TIERS = (CacheLevel.DEVICE, CacheLevel.HOST, CacheLevel.STORAGE)
-
 _PLACES = {level: place for place, level in enumerate(TIERS)}
-
 _TYPE: Final = "i"
-"""Of `array`: 32 bits with a sign, in this machine's byte order."""
+"""int32 in this machine's byte order."""
 
 
 class SlotArray(Sequence[int]):
-    """Immutable, and equal to any sequence of the same slots. What a worker receives: making and dropping thousands of
-    integers costs it more than planning their copies. Free of NumPy, as the scheduler half is.
+    """Immutable slots as packed int32, equal to any sequence of the same slots.
+
+    Making thousands of Python integers would cost the worker more than planning their copies. Free of NumPy, as the
+    scheduler half is.
     """
 
     __slots__ = ("packed",)
 
     def __init__(self, packed: bytes) -> None:
-        """`packed`: as `packed` of another one."""
         self.packed = packed
         """int32 `[slots]`."""
 
     @classmethod
     def of(cls, slots: Iterable[int]) -> SlotArray:
-        """Raises `TypeError` for what is no integer, `OverflowError` for one beyond 32 bits."""
+        """Pack `slots`. Raises `TypeError` if one is no integer, `OverflowError` beyond 32 bits."""
         return slots if isinstance(slots, SlotArray) else cls(array(_TYPE, slots).tobytes())
 
     def __len__(self) -> int:
@@ -71,7 +66,6 @@ class SlotArray(Sequence[int]):
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        """As of the tuple that it equals."""
         return hash(tuple(self))
 
     def __reduce__(self) -> tuple[type[SlotArray], tuple[bytes]]:
@@ -82,42 +76,42 @@ class SlotArray(Sequence[int]):
 
 
 class SwapEncoder:
-    """The engine's end of the chain of messages. Not thread-safe."""
+    """Chains the engine's messages. Not thread-safe."""
 
     def __init__(self) -> None:
         self._last = START
 
     def encode(self, step: SwapStep) -> SwapMessage:
-        """The message for `step`, which counts as sent."""
+        """Make the message for `step`, which counts as sent."""
         message = encode(step, self._last)
         self._last = step.step
         return message
 
     def restart(self) -> None:
-        """Earlier messages no longer matter, received or lost: the cache has been reset."""
+        """Begin a new chain after a reset of the cache: lost messages before it do not matter."""
         self._last = START
 
 
 class SwapDecoder:
-    """A worker rank's end of the chain of messages. Not thread-safe."""
+    """Checks the chain in a worker rank. Not thread-safe."""
 
     def __init__(self) -> None:
         self._last = START
 
     def decode(self, message: SwapMessage) -> SwapStep:
-        """Raises `MessageVersionError` for a message of another version, `TransferError` when one before was lost."""
+        """Raises `MessageVersionError` for another version, `TransferError` if a message before it was lost."""
         step, previous = decode(message)
         if previous not in (self._last, START):
             raise TransferError(
-                f"swap step {step.step} follows step {previous}, but the last one that arrived is {self._last}: "
-                "a batch was lost between scheduler and worker, cached blocks cannot be trusted"
+                f"got swap step {step.step} behind step {previous}, expected one behind step {self._last}: a batch "
+                "was lost between scheduler and worker, cached blocks cannot be trusted; restart the server"
             )
         self._last = step.step
         return step
 
 
 def encode(step: SwapStep, previous: int) -> SwapMessage:
-    """`previous`: step of the message before, or START."""
+    """Make the message. `previous` is the step of the message before, or START."""
     copies = [
         (
             _PLACES[each.source],
@@ -131,7 +125,7 @@ def encode(step: SwapStep, previous: int) -> SwapMessage:
 
 
 def decode(message: SwapMessage) -> tuple[SwapStep, int]:
-    """The step, and the step of the message before. Raises `MessageVersionError`."""
+    """Return the step and the step of the message before. Raises `MessageVersionError`."""
     version = message[0] if isinstance(message, tuple) and message else message
     if version != VERSION:
         raise MessageVersionError("swap message", found=version, expected=VERSION)

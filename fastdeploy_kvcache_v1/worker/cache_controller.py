@@ -1,4 +1,4 @@
-"""CacheController: the worker half's front door. Owns cache tensors, host pool and the copies between them."""
+"""CacheController: the front door of the worker half."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class _Caches(NamedTuple):
 
 
 class CacheController:
-    """The memory of one rank. Not thread-safe: one worker thread uses it.
+    """Owner of a rank's cache tensors, its host pool and the copies between them. Not thread-safe.
 
     Per step, on `transfers`: `submit`, `before_compute`, the forward pass (which waits for each layer with the
-    counter), `after_compute`, `take_report`. Nothing there blocks but the waits a CPU forward pass really needs;
-    `layer_timeout_s` bounds each of those.
+    counter), `after_compute`, `take_report`. Only a CPU's forward pass blocks, at most `layer_timeout_s` per wait.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class CacheController:
         host_is_shared: bool = False,
         copies: RankCopies | None = None,
     ) -> None:
-        """`host_trailer_bytes`, `host_is_shared`: see `HostPool`. `copies`: what an earlier controller has counted."""
+        """`host_trailer_bytes`, `host_is_shared`: see `HostPool`. `copies`: counts of an earlier controller."""
         if layer_timeout_s <= 0:
             raise ConfigError(f"layer_timeout_s must be positive, got {layer_timeout_s}")
         self._backend = backend
@@ -53,23 +52,22 @@ class CacheController:
         self._host_trailer_bytes = host_trailer_bytes
         self._host_is_shared = host_is_shared
         self.copies = RankCopies() if copies is None else copies
-        """What this rank has counted."""
         self._open: _Caches | None = None
         self._kept: HostPool | None = None
-        """Host memory without caches, for the next ones; what is in it means nothing."""
+        """Host memory for the next caches, without valid content."""
 
     def initialize_kv_cache(self, num_device_blocks: int, num_host_blocks: int) -> list[Any]:
         """Allocate both tiers. Returns the tensors as a flat list, layer-major, roles in role order.
 
-        Raises `ConfigError`, with nothing allocated, when a size cannot work or does not fit the free memory, and
-        `CacheStateError` when called twice without `free`.
+        Raises `ConfigError`, with nothing allocated, if a size is invalid or exceeds the free memory, and
+        `CacheStateError` if called twice without `free`.
         """
         self._require_none()
         if num_device_blocks < 1 or num_host_blocks < 0:
             raise ConfigError(f"cannot cache {num_device_blocks} device and {num_host_blocks} host blocks")
         block_bytes, kept = self._backend.layout.block_bytes, self._keeps(num_host_blocks)
         if not kept:
-            self.free()  # memory of another size is of no use, and may be what is missing
+            self.free()  # memory of another size is useless, and may be needed now
         self._runtime.require_memory(
             device_bytes=num_device_blocks * block_bytes,
             host_bytes=0 if kept else num_host_blocks * block_bytes,
@@ -78,10 +76,10 @@ class CacheController:
         return self.attach_kv_cache(caches, num_device_blocks, num_host_blocks)
 
     def attach_kv_cache(self, caches: dict[str, Any], num_device_blocks: int, num_host_blocks: int) -> list[Any]:
-        """As `initialize_kv_cache`, over tensors that exist already, given by name in flat order.
+        """As `initialize_kv_cache`, over existing tensors by name in flat order. Raises the same.
 
-        What fills them with zeros may still run on the compute stream: every use of a slot waits for it. A tensor may
-        have more blocks than are managed. Raises as `initialize_kv_cache`.
+        The compute stream may still be filling them with zeros: every use of a slot waits for it. A tensor may have
+        more blocks than are managed.
         """
         self._require_none()
         layers = self._device_rows(list(caches.values()), num_device_blocks)
@@ -108,7 +106,6 @@ class CacheController:
         )
 
     def _keeps(self, num_blocks: int) -> bool:
-        """Whether the host memory of before is what `num_blocks` blocks need now."""
         kept = self._kept
         return kept is not None and (kept.num_blocks, kept.layout) == (num_blocks, self._backend.layout)
 
@@ -129,22 +126,19 @@ class CacheController:
 
     @property
     def layout(self) -> CacheLayout:
-        """Of the caches, whether they are allocated or not."""
         return self._backend.layout
 
     @property
     def caches(self) -> dict[str, Any]:
-        """The cache tensors by name, in flat order. Empty before `initialize_kv_cache` and after `free`."""
+        """Cache tensors by name, in flat order; empty before `initialize_kv_cache` and after `free`."""
         return {} if self._open is None else dict(self._open.tensors)
 
     @property
     def host_pool(self) -> HostPool:
-        """Where a host slot's bytes are."""
         return self._opened.host
 
     @property
     def transfers(self) -> CacheTransferManager:
-        """The copies between the tiers, and what they and a pass wait for."""
         return self._opened.transfers
 
     @property
@@ -154,12 +148,11 @@ class CacheController:
         return self._open
 
     def free(self, *, keep_host_memory: bool = False) -> None:
-        """Give both tiers back once running copies ended; `initialize_kv_cache` may follow. Idempotent.
+        """Free both tiers after running copies; `initialize_kv_cache` may follow. Idempotent.
 
-        With `keep_host_memory` only the device tier: allocating and page-locking many GiB takes long, so a next start
-        of the same size gets the same memory. Its content counts as lost either way.
-        Raises `LayerSwapTimeoutError`, nothing freed, when copies do not end within `layer_timeout_s`: the memory is
-        still being written.
+        `keep_host_memory` keeps the host tier's memory, without its content, for the next caches of the same size:
+        page-locking many GiB takes long. Raises `LayerSwapTimeoutError`, with nothing freed, if copies do not end
+        within `layer_timeout_s`.
         """
         if self._open is not None:
             self._open.transfers.drain(self._layer_timeout_s)
@@ -174,7 +167,7 @@ class CacheController:
         """Raises `InvariantError`."""
         if self._open is not None:
             if self._kept is not None:
-                raise InvariantError("host memory is kept for the next caches while there are some")
+                raise InvariantError("host memory is kept for the next caches while caches are open")
             self._open.transfers.check()
             self._open.host.check()
         elif self._kept is not None:

@@ -1,4 +1,4 @@
-"""What `doctor` asks about this machine, its GPU and the ways to copy."""
+"""doctor's checks of the machine, its GPU and the copy paths."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..contract.installation import Finding, missing_libraries
 from ..errors import KVCacheError
 
 PADDLE_LIBRARIES = {"libgomp.so.1": "libgomp1"}
-"""Of the system, with Debian's names of their packages: no package of PyPI brings them."""
+"""System libraries with their Debian packages."""
 
 
 def system_libraries(args: argparse.Namespace) -> Iterator[Finding]:
     lost = missing_libraries(PADDLE_LIBRARIES)
-    yield Finding(not lost, "system libraries", f"Paddle loads {lost}" if lost else "those that Paddle loads")
+    yield Finding(not lost, "system libraries", f"Paddle loads {lost}" if lost else "all that Paddle loads are there")
 
 
 def copy_ops(args: argparse.Namespace) -> Iterator[Finding]:
@@ -35,7 +35,7 @@ def memory(args: argparse.Namespace) -> Iterator[Finding]:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.2f} GiB"
-    # The NVIDIA driver pins without regard to the limit, hence information only.
+    # Information only: the NVIDIA driver ignores the limit.
     yield Finding(None, "page-locked memory", f"limit {limit}, {free_host_memory() / GIB:.1f} GiB of host memory free")
     online = Path("/sys/devices/system/node/online")
     nodes = online.read_text(encoding="ascii").strip() if online.is_file() else "unknown"
@@ -53,12 +53,12 @@ def _gpu() -> tuple[bool, str, str]:
         todo = "install one, or run `fastdeploy-kvcache serve --fastdeploy-cpu`, which needs none"
         return False, "GPU", f"got no NVIDIA driver ({error}), expected one: {todo}"
     if (status := driver.cuInit(0)) != 0:
-        return False, "GPU", f"the driver answers with CUDA error {status}, expected 0: look at nvidia-smi"
+        return False, "GPU", f"got CUDA error {status} from the driver, expected 0: look at nvidia-smi"
     count, name = ctypes.c_int(), ctypes.create_string_buffer(128)
     driver.cuDeviceGetCount(ctypes.byref(count))
     if count.value < 1:
         todo = "look at CUDA_VISIBLE_DEVICES, and at how the container was started"
-        return False, "GPU", f"got 0, expected at least 1: {todo}"
+        return False, "GPU", f"got 0 GPUs, expected at least 1: {todo}"
     driver.cuDeviceGetName(name, len(name), 0)
     return True, "GPU", f"{count.value} x {name.value.decode()}"
 
@@ -70,19 +70,19 @@ def cupy(args: argparse.Namespace) -> Iterator[Finding]:
     needs = module.cuda.runtime.runtimeGetVersion() // 1000
     if 0 < served < needs:
         install = f"pip uninstall cupy-cuda{needs}x && pip install 'fastdeploy-kvcache-v1[gpu]'"
-        found = f"{module.__version__} is for CUDA {needs}, the driver serves CUDA {served}: {install}"
+        found = f"got {module.__version__} for CUDA {needs}, expected one for the driver's CUDA {served}: {install}"
         yield Finding(False, "CuPy", found)
     else:
         yield Finding(True, "CuPy", f"{module.__version__} for CUDA {needs}")
 
 
 def copy_paths(args: argparse.Namespace) -> Iterator[Finding]:
-    """Tries each way, as a worker does before it trusts one."""
+    """Try each path, as a worker does before it uses one."""
     name = "copy paths on the GPU"
     try:
         module = importlib.import_module("cupy")
         num_gpus = module.cuda.runtime.getDeviceCount()
-    except Exception:  # no CuPy, no driver: both are findings of their own
+    except Exception:  # without CuPy or a driver: other findings say so
         yield Finding(None, name, "not tried without CuPy and a GPU")
         return
     if num_gpus < 1:
@@ -95,7 +95,7 @@ def copy_paths(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def paddle_operators(args: argparse.Namespace) -> Iterator[Finding]:
-    """Copies need them only where the user asks for them: so no failure."""
+    """Look for Paddle's operators; they are optional."""
     from .ops import paddle_ops
 
     name = "Paddle's copy operators"
@@ -104,8 +104,8 @@ def paddle_operators(args: argparse.Namespace) -> Iterator[Finding]:
             warnings.simplefilter("ignore")  # Paddle warns of a missing compiler cache
             paddle_ops.load()
     except (ImportError, KVCacheError) as error:
-        yield Finding(None, name, f"not there: {error}")
+        yield Finding(None, name, f"not available: {error}")
         return
     tensors = "a CPU and a GPU" if paddle_ops.copies_on_gpu() else "a CPU"
-    made_for = f"for Paddle {paddle_ops.installed_paddle()}, tensors on {tensors}"
-    yield Finding(None, name, f"FASTDEPLOY_KVCACHE_OPS=paddle uses them; {made_for}")
+    made_for = f"built for Paddle {paddle_ops.installed_paddle()}, tensors on {tensors}"
+    yield Finding(None, name, f"{made_for}; FASTDEPLOY_KVCACHE_OPS=paddle uses them")

@@ -1,7 +1,4 @@
-"""The bytes of the host tier: one allocation, block-major, so that a block is one contiguous range.
-
-Where its pages lie, and that they are there before the first copy, is the runtime's part (`runtime/placement.py`).
-"""
+"""HostPool: the bytes of the host tier in one allocation, block-major, so that a block is one contiguous range."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from .runtime import Runtime
 
 
 class HostPool:
-    """`num_blocks` host slots of `layout.block_bytes` bytes each, laid out `[host_block][layer][role][bytes]`, and
-    behind each block `trailer_bytes` that copies leave alone: a multiple of 64 keeps slots aligned as they were.
+    """`num_blocks` host slots, laid out `[host_block][layer][role][bytes]`: `layout.block_bytes` each, and behind each
+    block `trailer_bytes` that copies leave alone (a multiple of 64 keeps the alignment).
 
-    Raises `ConfigError` when the memory is not there. Holds bytes only; which slot holds what is the scheduler's
-    business, and who may touch one when is the hazard table's. `num_blocks=0` allocates nothing.
+    Raises `ConfigError` if memory is short. `num_blocks=0` allocates nothing. Whoever touches a slot asks the hazard
+    table.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class HostPool:
         self._runtime = runtime
         self._buffer: HostBuffer | None = None
         self.layers: tuple[LayerRows, ...] = ()
-        """Per layer, per role: where each host block keeps its row. Empty for an empty or freed pool."""
+        """Rows of the host blocks per layer and role; empty for an empty or freed pool."""
         if num_blocks:
             runtime.require_memory(device_bytes=0, host_bytes=self.nbytes)
             self._buffer = runtime.allocate_host(self.nbytes, shared=shared)
@@ -61,24 +58,24 @@ class HostPool:
         return self.num_blocks * self.slot_bytes
 
     def slot(self, slot: int) -> ByteRows:
-        """Writable uint8 view `[slot_bytes]`: a block, and its trailer. Raises `CacheStateError` for a foreign slot."""
+        """Writable uint8 view `[slot_bytes]` of a block and its trailer. Raises `CacheStateError`: a foreign slot."""
         if self._buffer is None or not 0 <= slot < self.num_blocks:
             raise CacheStateError(f"host slot {slot} is not in [0, {self.num_blocks})")
         return self._buffer.array[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def memory_of_slot(self, slot: int) -> memoryview:
-        """As `slot`, for whoever knows no arrays."""
+        """As `slot`, without NumPy."""
         return self.slot(slot).data
 
     @property
     def buffer(self) -> HostBuffer:
-        """All slots, one behind the other; raises `CacheStateError` when there are none."""
+        """All slots in order. Raises `CacheStateError` for an empty or freed pool."""
         if self._buffer is None:
             raise CacheStateError("the host pool has no memory")
         return self._buffer
 
     def free(self) -> None:
-        """Give the memory back. No copy may be in flight. Idempotent."""
+        """Free the memory. No copy may be in flight. Idempotent."""
         self.layers = ()
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None

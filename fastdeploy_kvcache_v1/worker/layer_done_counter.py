@@ -1,4 +1,4 @@
-"""LayerDoneCounter: what one forward pass waits for layer by layer."""
+"""LayerDoneCounter (FastDeploy's name): the waits of a forward pass, layer by layer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .slot_set import NO_SLOTS, SlotSet
 
 
 class LayerDoneCounter:
-    """The swap-in that a pass reads, and the copies out of slots that it overwrites: one event per layer each, waited
-    for on the compute stream. Either may be missing. For the thread that computes.
+    """Waits for the swap-in that a pass reads and for swap-outs of slots that it overwrites, one event per layer each.
+    For the thread that computes.
 
     On a CPU a wait blocks. On a GPU it is a stream wait: it returns at once, timeouts do not apply, and only failures
-    known at submission raise. A failure concerns the requests that read `target_slots`, nobody else.
+    known at submission raise. A failure concerns only the requests that read `target_slots`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LayerDoneCounter:
         self.target_slots = target_slots
         """Device slots that the swap-in fills."""
         self.swap_outs: Sequence[Sequence[Event]] = ()
-        """What reads slots that the pass writes: it writes a layer after these have read it."""
+        """Layer events of swap-outs out of slots that the pass writes."""
         self._swap_in = tuple(swap_in)
         self._compute = compute_stream
         self._timeout_s = timeout_s
@@ -40,11 +40,10 @@ class LayerDoneCounter:
         self._given_up: str | None = None
 
     def wait_for_layer(self, layer: int, timeout: float | None = None) -> None:
-        """Compute goes on when it may read and write `layer`. May be called again. `timeout` in seconds, None: the
-        default.
+        """Wait until compute may read and write `layer`; `timeout` in seconds (None: the default). Repeatable.
 
-        Raises `LayerSwapTimeoutError` when a copy takes longer; where that is the swap-in, ever after, because it is
-        then reported as failed. `TransferError` when the layer's copy failed.
+        Raises `LayerSwapTimeoutError` if a copy takes longer, and again on every later call for the swap-in, which is
+        then reported as failed. Raises `TransferError` if the layer's copy failed.
         """
         if not 0 <= layer < self.num_layers:
             raise CacheStateError(f"layer {layer} is not in [0, {self.num_layers})")
@@ -64,17 +63,17 @@ class LayerDoneCounter:
             self._on_failure(self._given_up)
             raise LayerSwapTimeoutError(self._given_up) from None
         except TransferError as error:
-            # Reported from now on, though the rest of the unit may take a moment to be skipped.
+            # Report it now, though the rest of the unit is still being skipped.
             self._on_failure(describe(error.__cause__ or error))
             raise TransferError(f"the swap-in of layer {layer} failed: {error}") from error
 
     def wait_all(self, timeout: float | None = None) -> None:
-        """As `wait_for_layer` for every layer, within one `timeout`. Streams are FIFO: the last stands for all."""
+        """As `wait_for_layer` for all layers: streams are FIFO, so the last layer stands for all."""
         self.wait_for_layer(self.num_layers - 1, timeout)
 
     def check(self) -> None:
         """Raises `InvariantError`. Layers finish in order, and a failed layer fails all after it."""
-        # Snapshot from the back, so that a layer finishing meanwhile cannot look out of order.
+        # From the back, so that a layer that finishes meanwhile cannot look out of order.
         done = [event.done() for event in reversed(self._swap_in)][::-1]
         if sorted(done, reverse=True) != done:
             raise InvariantError(f"layers finished out of order: {done}")

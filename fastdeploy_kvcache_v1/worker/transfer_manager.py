@@ -1,4 +1,4 @@
-"""CacheTransferManager: runs the copies of each step on two streams, in an order the hazard tables dictate."""
+"""CacheTransferManager: runs the copies of each step on two streams, ordered by the hazard tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Transfer:
-    """The copies of one kind in one step: what was asked, the events that tell how it goes, the one result it gets."""
+    """The copies of one kind in one step, their events and their one result."""
 
     def __init__(self, step: int, copies: BlockCopies, spans: ops.CopySpans, num_bytes: int) -> None:
         self.step = step
@@ -43,13 +43,13 @@ class Transfer:
         self.finished: Event
         """Both from its submission on."""
         self.layer_events: list[Event] = []
-        """One per layer, where it is copied layer by layer; else none."""
+        """One per layer if it is copied layer by layer, else none."""
         self.given_up: str | None = None
-        """Why it was declared failed while still running."""
+        """Reason why it was declared failed while still running."""
         self.is_reported = False
 
     def take_result(self) -> CopyResult | None:
-        """Once, when it is known: it has ended or was given up."""
+        """Return the result once, after it has ended or was given up."""
         if self.is_reported or (self.given_up is None and not self.finished.done()):
             return None
         self.is_reported = True
@@ -69,9 +69,8 @@ class Transfer:
 
 
 class CacheTransferManager:
-    """H2D layer by layer on the input stream; D2H on the output stream, of all layers at once or, where something waits
-    to write what is read, layer by layer. Each is independent of the other and of compute but for the waits that the
-    hazard tables ask for.
+    """Swap-ins run layer by layer on one stream. Swap-outs run on another one, all layers at once, or layer by layer if
+    a write waits for them. Only the hazard tables order them against each other and compute.
 
     Never blocks the submitting thread. Not thread-safe: one thread submits, computes and takes results. Streams are
     made at the first copy, so a process may fork before.
@@ -102,24 +101,24 @@ class CacheTransferManager:
         """As of the last report that had news."""
         self._streams: dict[Actor, Stream] = {}
         self._transfers: list[Transfer] = []
-        """Those that are not reported, and those that were reported as given up and are still running."""
+        """Not reported yet, or reported as given up and still running."""
         self._refilled: deque[tuple[CacheLevel, Sequence[int]]] = deque()
-        """Device slots that were filled from outside since the tables were last asked."""
+        """Slots filled from outside since the tables were last used."""
         self._waited_s = runtime.compute_stream.waited_s
         self._last_step = -1
         self._filled = self.after_compute(NO_SLOTS, SlotSet(range(self._device_hazards.num_slots)))
-        """End of the fill of the tensors, which the compute stream may still be at: a write of every device slot."""
+        """The compute stream may still fill new tensors: a write of every device slot."""
 
     # ---- copies
 
     def submit(self, step: SwapStep, *, overwritten: SlotSet | None = None) -> LayerDoneCounter | None:
-        """Start the copies of `step`, in its order where their slots meet. `overwritten`: device slots that are written
-        soon after. A swap-out of one of them, or of one that the step's swap-in fills, goes layer by layer then, and
-        the write can follow it so. With None swap-outs take the fastest way.
+        """Start the copies of `step`, ordered where their slots meet. Never blocks.
 
-        Never blocks. Returns the counter of the transfer that fills the device layer by layer, None when there is none.
-        Raises `CacheStateError`, nothing started, for foreign slots, a target written twice, tiers that no copy
-        connects (`UnsupportedCopyError`), or a step that is not later than the last one.
+        `overwritten`: device slots that are written soon after. Swap-outs of these slots, or of slots that the step's
+        swap-in fills, go layer by layer, so that the write can follow each layer. With None all swap-outs take the
+        fastest way. Returns the counter of the swap-in, None without one. Raises `CacheStateError`, with nothing
+        started, for foreign slots, a target written twice, or a step that is not later than the last one;
+        `UnsupportedCopyError` for tiers that no copy connects.
         """
         if step.step <= self._last_step:
             raise CacheStateError(f"swap step {step.step} came after step {self._last_step}")
@@ -148,7 +147,7 @@ class CacheTransferManager:
         return Transfer(step, copies, spans, len(copies) * self._block_bytes)
 
     def _copy(self, actor: Actor, transfer: Transfer, *, by_layer: bool) -> None:
-        """All layers in one call; or a call and an event for each, so that what waits for a layer goes on with it."""
+        """Copy all layers in one call, or each layer in a call with an event of its own."""
         assert self._copies is not None, "a copy of a tier without slots was planned"
         source, target = self._hazards[transfer.copies.source], self._hazards[transfer.copies.target]
         to_device = target is self._device_hazards
@@ -189,7 +188,7 @@ class CacheTransferManager:
         )
 
     def _by_layer(self, waits: list[Dependency]) -> tuple[list[Dependency], list[list[Event]]]:
-        """Waits for swap-outs to read what is overwritten: per-layer events where there are some. And all others."""
+        """Split `waits` into whole ones, and the layer events of swap-outs whose slots are overwritten."""
         layered = {id(each.finished): each.layer_events for each in self._transfers if each.layer_events}
         overwrites = [each.hazard is Hazard.WRITE_AFTER_READ and id(each.event) in layered for each in waits]
         whole = [wait for wait, is_layered in zip(waits, overwrites, strict=True) if not is_layered]
@@ -205,19 +204,16 @@ class CacheTransferManager:
         counter: LayerDoneCounter | None = None,
         by_layer: bool = False,
     ) -> LayerDoneCounter | None:
-        """Compute will read and write these device slots: it waits for copies that read what it writes, and for
-        copies that write what it touches.
+        """Let compute wait until it may read and write these device slots.
 
-        The swap-in behind `counter` is left out: the forward pass waits for it layer by layer. Every other unfinished
-        swap-in is waited for here, so one whose counter was dropped is safe. A slot that is read and written counts as
-        written: its old content is not required to be valid.
+        It waits for copies that read slots it writes, and that write slots it touches, except the swap-in of `counter`:
+        the forward pass waits for that layer by layer. A slot that is read and written counts as written: its old
+        content need not be valid. With `by_layer` it leaves layer-by-layer swap-outs to the pass as well. Returns the
+        counter for the pass: `counter`, or a new one for those swap-outs.
 
-        With `by_layer` swap-outs that go layer by layer are left out, too. Returns what the forward pass has to wait
-        for itself: `counter`, or one for those swap-outs alone.
-
-        Raises `TransferError` when the copy that should have filled a read slot failed, `LayerSwapTimeoutError` when a
-        copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then names the slots without content, and
-        compute must not run with those. `CacheStateError` if the swap-in of `counter` fills a written slot.
+        Raises `TransferError` if the copy into a read slot failed, `LayerSwapTimeoutError` if a copy takes longer than
+        `layer_timeout_s` (CPU only). `failed_slots` then names the slots without content: compute must not run with
+        them. Raises `CacheStateError` if the swap-in of `counter` fills a written slot.
         """
         writes = slot_set(writes)
         if counter is not None:
@@ -249,21 +245,23 @@ class CacheTransferManager:
             raise
 
     def after_compute(self, reads: Iterable[int], writes: Iterable[int]) -> Event:
-        """Compute on these slots has been submitted: later copies that conflict wait for it. Returns the event of its
-        end. Call it with what `before_compute` was told, also when the forward pass failed halfway.
+        """Record submitted compute: later conflicting copies wait for its event, which is returned.
+
+        Call it with the slots of `before_compute`, also if the forward pass failed halfway.
         """
         event = self._runtime.compute_stream.record_event()
         self._device_hazards.after(Actor.COMPUTE, event, reads=reads, writes=writes)
         return event
 
     def failed_slots(self, slots: Iterable[int]) -> list[int]:
-        """The device `slots` whose last copy failed or was given up."""
+        """Return the device `slots` whose last copy failed or was given up."""
         self._take_refilled()
         return self._device_hazards.failed(slots)
 
     def refilled(self, slots: Sequence[int], level: CacheLevel = CacheLevel.DEVICE) -> None:
-        """`slots` of tier `level` were filled from outside, and no copy writes to them any more: whatever failed there
-        before is repaired. Any thread may say so, before the scheduler is told that the blocks are there.
+        """Repair failed copies of `slots` of tier `level`: they were filled from outside. Thread-safe.
+
+        No copy may write to them any more, and the scheduler may not yet know that the blocks have arrived.
         """
         self._refilled.append((level, slots))
 
@@ -274,17 +272,17 @@ class CacheTransferManager:
 
     @property
     def device_hazards(self) -> HazardTable:
-        """Uses of device slots by who is no copy and no pass are asked and told here, on any thread."""
+        """For uses of device slots other than copies and passes, on any thread."""
         return self._device_hazards
 
     @property
     def device_rows(self) -> tuple[LayerRows, ...]:
-        """Per layer, per role: where each device block keeps its row."""
+        """Rows of the device blocks per layer and role."""
         return self._device_layers
 
     def late_writes(self, slots: Collection[int]) -> list[Event]:
-        """What still writes to one of device `slots` and is in no report to come: copies that were given up, and the
-        fill of new tensors. Any thread may ask; who uses slots without `device_hazards` waits for these.
+        """List events of writes to device `slots` that no later report names: copies that were given up, and the fill
+        of new tensors. Uses of slots without `device_hazards` must wait for them. Thread-safe.
         """
         late = frozenset(slots)
         copies = [
@@ -300,13 +298,13 @@ class CacheTransferManager:
     # ---- results
 
     def take_results(self) -> list[CopyResult]:
-        """Each transfer once, when it finished, failed or was given up; in submission order. Never blocks."""
+        """Return each transfer once it finished, failed or was given up, in submission order. Never blocks."""
         results = [result for transfer in self._transfers if (result := transfer.take_result()) is not None]
         self._transfers = [each for each in self._transfers if not (each.is_reported and each.finished.done())]
         return results
 
     def take_report(self) -> WorkerReport:
-        """As `take_results`, how long compute stood still for copies since the last report, and how far copies are."""
+        """As `take_results`, with the wait of compute, the totals, and the last step whose copies have ended."""
         waited_s = self._runtime.compute_stream.waited_s
         waited, self._waited_s = waited_s - self._waited_s, waited_s
         results = tuple(self.take_results())
@@ -327,13 +325,12 @@ class CacheTransferManager:
 
     @property
     def num_unreported(self) -> int:
-        """Submitted transfers that `take_results` has not returned yet."""
         return sum(not transfer.is_reported for transfer in self._transfers)
 
     # ---- end
 
     def drain(self, timeout: float | None = None) -> None:
-        """Block until no copy is running, given-up ones included. Raises `LayerSwapTimeoutError`; results stay."""
+        """Block until no copy runs, given-up ones included. Raises `LayerSwapTimeoutError` after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for transfer in self._transfers:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -341,7 +338,7 @@ class CacheTransferManager:
                 raise LayerSwapTimeoutError(f"the copies of step {transfer.step} were not done within {timeout} s")
 
     def close(self) -> None:
-        """End the streams, and give up what the copies hold. Idempotent."""
+        """End the streams and release the copies' memory. Idempotent."""
         for stream in self._streams.values():
             stream.close()
         if self._copies is not None:
@@ -351,10 +348,10 @@ class CacheTransferManager:
         """Raises `InvariantError`."""
         for hazards in self._hazards.values():
             hazards.check()
-        # Reported ones are remembered only where they were given up.
+        # A reported transfer stays only if it was given up.
         if any(transfer.is_reported and transfer.given_up is None for transfer in self._transfers):
             raise InvariantError("a transfer that ended is remembered after its report")
-        # Steps are reported in order of submission.
+        # Transfers are in order of submission.
         steps = [transfer.step for transfer in self._transfers]
         if steps != sorted(steps):
             raise InvariantError(f"transfers are out of step order: {steps}")

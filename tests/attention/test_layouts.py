@@ -157,10 +157,10 @@ def test_a_constructor_takes_fields_of_the_geometry_only(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_that_is_missing_is_named(family):
     names = needed_numbers(family)
-    with pytest.raises(ConfigError, match=f"attention family {family} needs {', '.join(names)}, which the model's"):
+    with pytest.raises(ConfigError, match=f"lacks {', '.join(names)}, needed by the attention family {family}"):
         make_cache_backend(family, geometry())
     given = {name: NUMBERS[name] for name in names[1:]}
-    with pytest.raises(ConfigError, match=f"needs {names[0]}, which"):
+    with pytest.raises(ConfigError, match=f"lacks {names[0]}, needed by"):
         make_cache_backend(family, geometry(**given))
 
 

@@ -45,7 +45,7 @@ def test_a_step_has_no_empty_copies() -> None:
 
 @pytest.mark.parametrize("transfers", [(IN, OUT), (OUT, OUT), (NO_SWAP_OUT,), (OUT, NO_SWAP_IN)])
 def test_a_step_out_of_order_cannot_be_made(transfers: tuple[BlockCopies, ...]) -> None:
-    with pytest.raises(ValueError, match="swap step 7 has copies that are empty, doubled or out of order"):
+    with pytest.raises(ValueError, match="swap step 7 has copies that are empty, duplicate or out of order"):
         SwapStep(7, transfers)
 
 
@@ -111,7 +111,7 @@ def test_a_lost_message_is_an_error_in_the_worker() -> None:
     encoder, decoder = SwapEncoder(), SwapDecoder()
     first, lost, third = (encoder.encode(SwapStep(number, (OUT,))) for number in (0, 1, 4))
     assert decoder.decode(first).step == 0
-    with pytest.raises(TransferError, match=r"swap step 4 follows step 1, but the last one that arrived is 0"):
+    with pytest.raises(TransferError, match=r"got swap step 4 behind step 1, expected one behind step 0"):
         decoder.decode(third)
     assert decoder.decode(lost).step == 1, "the chain goes on where it broke"
     assert decoder.decode(third).step == 4

@@ -95,6 +95,6 @@ def test_sizes_that_cannot_work_are_one_clear_line(device, host, message):
 
 def test_check_sees_memory_that_is_kept_beside_caches(rig):
     rig.controller._kept = rig.controller.host_pool
-    with pytest.raises(InvariantError, match="while there are some"):
+    with pytest.raises(InvariantError, match="while caches are open"):
         rig.controller.check()
     rig.controller._kept = None

@@ -77,7 +77,7 @@ class VirtualStream(Stream):
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         assert isinstance(event, VirtualEvent)
         if needs_data and event.failure is not None:
-            failure = TransferError(f"the copy it depends on failed: {event.failure}")
+            failure = TransferError(f"an earlier copy failed: {event.failure}")
             if self._computes:
                 raise failure
             self._failure = self._failure or failure

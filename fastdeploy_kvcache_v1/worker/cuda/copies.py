@@ -1,8 +1,7 @@
-"""Copies between the memory of a GPU and page-locked host memory: one launch, one batch, or a call for each span.
+"""Copies between GPU memory and page-locked host memory: one launch, one batch, or a call per span.
 
-Where rows are is uploaded once, and a plan once per step, so that a layer costs one launch with 40 bytes of arguments,
-however many spans there are. The kernel is `custom_ops/copy_rows.cu`; its PTX travels with the package and the driver
-compiles it, for every GPU from sm_80 on.
+Row addresses are uploaded once and a plan once per step, so a layer costs one launch with 40 bytes of arguments. The
+kernel is `custom_ops/copy_rows.cu`; the driver compiles its PTX for every GPU from sm_80 on.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from .driver import DriverStream, driver
 from .rates import BATCH, KERNEL, SPANS, Rates
 
 PTX = Path(__file__).with_name("copy_rows.ptx")
-
 ROW = np.dtype(
     [
         ("device", "u8"),
@@ -36,21 +34,15 @@ ROW = np.dtype(
         ("unit", "i4"),
     ]
 )
-"""As in the kernel's source."""
-
 GROUPS, THREADS = 8, 256
-"""Of a launch; as in the kernel's source."""
-
+"""Of a launch. These and `ROW` are as in the kernel's source."""
 MOST_BATCHED = 4096
-"""Copies of one call; drivers were seen to crash at 51,828."""
-
+"""Copies of one call; drivers crashed at 51,828."""
 IN_STREAM_ORDER, UNIFIED = 1, 4
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is never read early. CU_MEMORYTYPE_UNIFIED: any address."""
 
 
 class _Arguments(ctypes.Structure):
-    """Of the kernel."""
-
     _fields_ = (
         ("rows", c_uint64),
         ("spans", c_uint64),
@@ -90,7 +82,7 @@ class _Copy2D(ctypes.Structure):
 def copy_2d(
     stream: DriverStream, source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int
 ) -> None:
-    """Enqueue a copy of `height` rows of `width` bytes, anywhere: the addresses say whose memory they are."""
+    """Enqueue a copy of `height` rows of `width` bytes between unified addresses."""
     copy = _Copy2D(source_type=UNIFIED, source_address=source, source_pitch=source_pitch, width=width, height=height)
     copy.target_type, copy.target_address, copy.target_pitch = UNIFIED, target, target_pitch
     stream.call("cuMemcpy2DAsync", byref(copy), stream.handle)
@@ -102,7 +94,7 @@ def copy_batch(
     sources: npt.NDArray[np.uint64],
     sizes: npt.NDArray[np.uint64],
 ) -> None:
-    """Enqueue copies by addresses and bytes, in any order, each source read in the order of the stream."""
+    """Enqueue copies by addresses and bytes, in any order. Sources are read in stream order."""
     attributes, start, failed = _Attributes(IN_STREAM_ORDER), c_size_t(0), c_size_t(0)
     for begin in range(0, len(sizes), MOST_BATCHED):
         some = [array[begin : begin + MOST_BATCHED] for array in (targets, sources, sizes)]
@@ -112,9 +104,9 @@ def copy_batch(
 
 
 class _Kernel:
-    """The kernel in one direction, over memory of the GPU: where rows are, and the plan that was uploaded last.
+    """The kernel in one direction, with GPU memory for row addresses and the latest plan.
 
-    A plan lies behind the one before it on the stream, whose launches have read that one by then.
+    An upload is ordered on the stream behind the launches that read the plan before.
     """
 
     def __init__(self, cupy: Any, function: c_void_p, rows: int, spans: int, *, to_device: bool) -> None:
@@ -124,10 +116,10 @@ class _Kernel:
         self._shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
         self._launch = ctypes.addressof(self._shape)
         self._sources: deque[tuple[Any, Any]] = deque()
-        """Events, and page-locked memory that uploads may read until then."""
+        """Events, and page-locked memory that uploads read until then."""
 
     def upload(self, stream: DriverStream, spans: CopySpans) -> None:
-        """For the launches that follow, on the same stream."""
+        """Upload the plan of later launches on the same stream."""
         while self._sources and self._sources[0][0].done():
             self._sources.popleft()
         table = spans.table.astype(np.int32)
@@ -146,21 +138,20 @@ class _Kernel:
 
 
 class CudaCopies(Copies):
-    """Host memory is page-locked. The way of a copy is the fastest one of `rates`; `left` says what it does without.
+    """Copies by the fastest path of `rates`, with page-locked host memory. One thread submits.
 
-    One thread submits. What it enqueues needs nothing of this process but the memory itself. A call raises
-    `TransferError` for what the driver refuses; a part of its copies may be enqueued then. Raises `ConfigError` where
-    no way is left: plain copies are none where they failed their trial, or the operator left them out.
+    A call raises `TransferError` if the driver refuses it; a part of its copies may be enqueued then. The constructor
+    raises `ConfigError` if no path is left: `spans` failed its trial or was excluded.
     """
 
     def __init__(self, cupy: Any, device: Sequence[LayerRows], host: Sequence[LayerRows], rates: Rates) -> None:
         super().__init__(device, host)
         self._rates, self._row_bytes = rates, device[0].row_bytes
         self.left = dict(rates.left)
-        """Ways that are not used here, and why."""
+        """Unused paths, with the reason."""
         self._kernels: dict[bool, _Kernel] = {}
         self._device, self._held = cupy.cuda.Device(), ExitStack()
-        """The calling thread's GPU, and what gives back what is held there."""
+        """The calling thread's GPU, and the release of memory there."""
         reach = max(side.num_rows * side.pitch for pair in self._pairs[True] for side in pair)
         if reach > rates.reach:
             self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != SPANS}
@@ -169,9 +160,12 @@ class CudaCopies(Copies):
         self._ways = tuple(way for way in rates.ways if way not in self.left)
         if SPANS in rates.left and not self._ways:
             reasons = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
-            raise ConfigError(f"nothing copies between this GPU and {reach} bytes of memory ({reasons})")
+            raise ConfigError(
+                f"no copy path is left between this GPU and {reach} bytes of memory ({reasons}): serve "
+                "without a host tier (--swap-space 0)"
+            )
         self._latest: dict[bool, tuple[CopySpans | None, str]] = {True: (None, ""), False: (None, "")}
-        """By direction, the spans that came last and their way: all layers of a step have the same."""
+        """Latest spans and their path by direction: all layers of a step share them."""
 
     def _load(self, cupy: Any) -> None:
         with ExitStack() as held:
@@ -185,18 +179,18 @@ class CudaCopies(Copies):
                     self._kernels[to_device] = _Kernel(cupy, function, place, spans, to_device=to_device)
             except (TransferError, cupy.cuda.runtime.CUDARuntimeError) as error:
                 self._kernels.clear()
-                self.left[KERNEL] = f"the driver refuses it: {error}".splitlines()[0]
+                self.left[KERNEL] = f"the driver refused it: {error}".splitlines()[0]
             else:
                 self._held = held.pop_all()
 
     def _seen(self) -> int:
-        """What is added to a host address for the GPU: on some systems not 0. Raises `TransferError`."""
+        """Offset of the GPU's address of host memory, on some systems not 0. Raises `TransferError`."""
         host, seen, found = self._pairs[True][0][1], c_uint64(), set()
         for address in (host.address, host.address + (host.num_rows - 1) * host.pitch):
             driver().call("cuMemHostGetDevicePointer", byref(seen), address, 0)
             found.add(seen.value - address)
         if len(found) > 1:
-            raise TransferError("parts of the host tier lie apart for the GPU, as they do not in this process")
+            raise TransferError("the GPU sees parts of the host tier at other distances than this process")
         return found.pop()
 
     def _copy(self, stream: DriverStream, first: int, end: int, spans: CopySpans, to_device: bool) -> None:
@@ -218,7 +212,7 @@ class CudaCopies(Copies):
                     copy_2d(stream, *places, nbytes, blocks)
 
     def _begin(self, stream: DriverStream, spans: CopySpans, to_device: bool) -> str:
-        """Finds the way of these spans, which is empty where there are none."""
+        """Choose the path of `spans`; empty without blocks."""
         blocks, way = len(spans.sources), ""
         if blocks:
             way = self._rates.fastest(self._row_bytes, blocks, len(spans), to_device=to_device, among=self._ways)
@@ -242,7 +236,6 @@ def _load_function(held: ExitStack) -> c_void_p:
 
 
 def _allocate(cupy: Any, nbytes: int, held: ExitStack) -> int:
-    """Memory of the GPU."""
     place = int(cupy.cuda.runtime.malloc(nbytes))
     held.callback(cupy.cuda.runtime.free, place)
     return place
@@ -251,12 +244,12 @@ def _allocate(cupy: Any, nbytes: int, held: ExitStack) -> int:
 def _upload(cupy: Any, rows: npt.NDArray[Any], held: ExitStack) -> int:
     runtime, place = cupy.cuda.runtime, _allocate(cupy, rows.nbytes, held)
     runtime.memcpy(place, rows.ctypes.data, rows.nbytes, runtime.memcpyHostToDevice)
-    runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
+    runtime.streamSynchronize(0)  # the call may return before the last bytes have arrived
     return place
 
 
 def _row(device: BlockRows, host: BlockRows, seen: int) -> tuple[int, ...]:
-    """`seen` is added to a host address for the GPU. The unit is the widest access that every row allows."""
+    """Make a row of the kernel's table. `seen` is added to host addresses; unit: the widest aligned access."""
     address = host.address + seen
     borders = device.address | device.pitch | device.row_bytes | address | host.pitch
     unit = next(unit for unit in (16, 4, 1) if borders % unit == 0)

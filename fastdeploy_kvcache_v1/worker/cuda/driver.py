@@ -1,8 +1,7 @@
-"""The CUDA driver by ctypes: what CuPy has not, and what must not give the interpreter lock away.
+"""The CUDA driver by ctypes: functions that CuPy lacks, and calls that keep the interpreter lock.
 
-Beside a busy Python thread, a call that gives the lock away gets it back after milliseconds. What is called for every
-layer of a step keeps it instead (`keeping_lock`): such a call enqueues and returns in microseconds, as long as the
-stream's queue has room (`runtime.py` sees to that).
+Beside a busy Python thread, a call that releases the lock gets it back after milliseconds. Calls per layer keep it
+(`keeping_lock`): they enqueue and return in microseconds while the stream's queue has room (see `runtime.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from ...contract.installation import needed_by
 from ...errors import ConfigError, TransferError
 
 VERSION = 12080
-"""Of the interface that is asked for: cuMemcpyBatchAsync got another signature under the same name later."""
-
+"""Requested version of functions: cuMemcpyBatchAsync has another signature in CUDA 13."""
 UUID_BYTES = 16
 
 
@@ -53,16 +51,16 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuDeviceGetUuid": [c_void_p, c_int],
     "cuDeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
 }
-"""As `cuda.h` has them; each returns a CUresult."""
+"""Parameters as in `cuda.h`; each function returns a CUresult."""
 
 
 def address_of(name: str) -> int:
-    """Where the installed driver has the function `name`; 0 where it lacks it. Raises `ConfigError`: no driver."""
+    """Address of the driver's function `name`, 0 if it has none. Raises `ConfigError` without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         ask = library.cuGetProcAddress_v2 if hasattr(library, "cuGetProcAddress_v2") else library.cuGetProcAddress
     except (OSError, AttributeError) as error:
-        raise ConfigError(f"there is no CUDA driver of version 11.3 or later: {error}") from None
+        raise ConfigError(f"got no CUDA driver ({error}), expected 11.3 or later: install the NVIDIA driver") from None
     found, status = c_void_p(), c_int()
     more = (byref(status),) if ask.__name__.endswith("_v2") else ()
     ask(name.encode(), byref(found), VERSION, c_uint64(0), *more)
@@ -70,26 +68,26 @@ def address_of(name: str) -> int:
 
 
 class DriverStream(Protocol):
-    """What enqueues on a raw CUDA stream."""
+    """A raw CUDA stream."""
 
     handle: int
 
     def call(self, name: str, *arguments: object, copies: int = 1) -> None:
-        """A call of the driver that enqueues so many copies there. Raises `TransferError`."""
+        """Call the driver's function `name`, which enqueues `copies` copies. Raises `TransferError`."""
 
     def record_event(self) -> Any: ...
 
 
 class Driver:
-    """Thread-safe. A call raises `TransferError` for a CUresult other than success, `ConfigError` for a function that
-    this driver lacks. All but questions about devices need a context that is current on the calling thread.
+    """Functions by name, called with the interpreter lock or without it. Thread-safe.
+
+    A call raises `TransferError` for a CUresult other than success, `ConfigError` for a function that this driver
+    lacks. Except queries of devices, calls need a current context on the calling thread.
     """
 
     def __init__(self, find: Callable[[str], int]) -> None:
         self.keeping_lock = _Functions(find, ctypes.PYFUNCTYPE)
-        """The functions by name, called with the interpreter lock."""
         self.giving_lock = _Functions(find, ctypes.CFUNCTYPE)
-        """Called without it."""
 
     def call(self, name: str, *arguments: object) -> None:
         if code := self.giving_lock[name](*arguments):
@@ -97,8 +95,6 @@ class Driver:
 
 
 class _Functions(dict[str, Any]):
-    """Those of one kind, found when they are first asked for."""
-
     def __init__(self, find: Callable[[str], int], make: Any) -> None:
         super().__init__()
         self._find, self._make = find, make
@@ -112,12 +108,11 @@ class _Functions(dict[str, Any]):
 
 @cache
 def driver() -> Driver:
-    """Of this process."""
     return Driver(lambda name: address_of(name))
 
 
 def cuda_of_driver() -> int:
-    """The newest CUDA that the driver serves; 0 without one."""
+    """Major version of CUDA that the driver supports; 0 without a driver."""
     version = c_int()
     with suppress(ConfigError):
         driver().call("cuDriverGetVersion", byref(version))
@@ -125,7 +120,7 @@ def cuda_of_driver() -> int:
 
 
 def load_cupy() -> Any:
-    """The module. Raises `ConfigError`, with the extra that fits the driver, where it is missing."""
+    """Import cupy. Raises `ConfigError` with the extra that fits the driver."""
     try:
         return importlib.import_module("cupy")
     except ModuleNotFoundError:
@@ -134,7 +129,7 @@ def load_cupy() -> Any:
 
 
 def uuid_of(device: int) -> bytes:
-    """The 16 bytes that name GPU `device` of this process in every process. Raises as `Driver.call`."""
+    """UUID (16 bytes) of this process's GPU `device`. Raises as `Driver.call`."""
     gpu, uuid = c_int(), (c_uint8 * UUID_BYTES)()
     driver().call("cuDeviceGet", byref(gpu), device)
     driver().call("cuDeviceGetUuid", uuid, gpu)

@@ -1,7 +1,7 @@
-"""Which ways to copy a GPU has, and which one is the fastest for a copy: what `trial.py` found, as a table.
+"""Rates: the measured times of a GPU's copy paths (`trial.py`), and the fastest path of a copy.
 
-No model of a GPU: each way was timed at the row sizes of this cache, with blocks that lie apart and blocks that are
-neighbours, in both directions; a copy between those takes what is between their times.
+Each path was timed at the cache's row sizes, with scattered and neighbouring blocks, in both directions. Times of other
+copies are interpolated.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import NamedTuple
 from ...contract.messages import CopyPath
 
 KERNEL, BATCH, SPANS = WAYS = ("kernel", "batch", "spans")
-"""One kernel; one cuMemcpyBatchAsync; a cuMemcpy2DAsync for each span, which works everywhere."""
-
+"""One kernel; one cuMemcpyBatchAsync; a cuMemcpy2DAsync per span, which works everywhere."""
 JOINED = 16
-"""Blocks of one span, where neighbours were timed."""
+"""Blocks per span where neighbours were timed."""
 
 
 class Timing(NamedTuple):
-    """What a block's row of `row_bytes` takes, in ns: until it is there, and half of the submitting thread's time."""
+    """Cost of one row of `row_bytes`, in ns: time until it has arrived plus half the submitting thread's CPU time."""
 
     row_bytes: int
     apart: float
@@ -31,31 +30,30 @@ class Timing(NamedTuple):
     """In a span of `JOINED` blocks."""
 
     def of_copy(self, blocks: int, spans: int) -> float:
-        """Linear in both."""
         of_span = max(0.0, self.apart - self.joined) * JOINED / (JOINED - 1)
         return max(0.0, self.apart - of_span) * blocks + of_span * spans
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What was found. A way that is not in `timings` is not used, `RUNS` apart where nothing could be tried."""
+    """Measured paths. A path without `timings` is not used, except `SPANS` where nothing could be tried."""
 
     timings: Mapping[str, Sequence[Sequence[Timing]]] = field(default_factory=dict)
-    """By way: those of copies from the device, and those of copies to it; in the order of row sizes."""
+    """By path: copies from the device, copies to it, each by row size."""
     left: Mapping[str, str] = field(default_factory=dict)
-    """Ways that are not used, and why."""
+    """Unused paths, with the reason."""
     reach: int = 0
-    """Bytes from the first to the last row, up to which a tier was tried. Beyond, only `RUNS` is used."""
+    """Largest tried tier, in bytes from its first to its last row. Larger tiers use `SPANS` only."""
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """In the order of preference where times are equal."""
+        """Used paths, in order of preference at equal times."""
         return tuple(way for way in WAYS if way in self.timings) or (SPANS,)
 
     def fastest(
         self, row_bytes: Sequence[int], blocks: int, spans: int, *, to_device: bool, among: Collection[str]
     ) -> str:
-        """The way for a copy of so many blocks in so many spans, rows of these sizes each."""
+        """Choose the path of a copy of `blocks` in `spans`, with rows of `row_bytes`."""
         ways = [way for way in self.ways if way in among]
         if len(ways) < 2:
             return ways[0] if ways else SPANS
@@ -71,11 +69,9 @@ class Rates:
         return nearest.of_copy(blocks, spans) * max(1.0, row_bytes / nearest.row_bytes)
 
     def paths(self) -> tuple[CopyPath, ...]:
-        """For the metrics: both directions, every way, and why it is not used."""
         named = dict.fromkeys(self.ways, "") | dict(self.left)
         return tuple(CopyPath(direction, *each) for direction in ("in", "out") for each in named.items())
 
     def describe(self) -> str:
-        """One line: the ways that are used, and why the others are not."""
         left = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
         return ", ".join(self.ways) + (f" (not {left})" if left else "")

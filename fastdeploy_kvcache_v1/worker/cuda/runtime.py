@@ -1,4 +1,4 @@
-"""Streams and events on an NVIDIA GPU through CuPy, which is imported only when one is made."""
+"""Streams and events on an NVIDIA GPU through CuPy, which is imported at first use."""
 
 from __future__ import annotations
 
@@ -24,36 +24,30 @@ from .rates import Rates
 logger = logging.getLogger(__name__)
 
 _SUCCESS, _NOT_READY = 0, 600
-"""cudaSuccess and cudaErrorNotReady, the two healthy answers of cudaEventQuery."""
-
+"""cudaSuccess, cudaErrorNotReady."""
 PORTABLE, MAPPED = 1, 2
-"""cudaHostRegisterPortable and cudaHostRegisterMapped: every context may copy from it, kernels may reach it."""
-
+"""cudaHostRegisterPortable, cudaHostRegisterMapped: for copies of every context, for kernels."""
 MOST_OPEN = 256
-"""Calls of a stream, and copies of its batches, that may be queued while others keep the interpreter lock; a queue of
-the driver holds 1,024.
-"""
-
+"""Open calls of a stream (a batch counts by its copies) up to which a call keeps the interpreter lock. The driver's
+queue holds 1,024."""
 LOOK_EVERY = 32
-"""Calls of a stream from one event that is asked for to the next, and from one question to the next."""
-
+"""Every so many calls an event is marked, and marked events are queried."""
 _POLL_S = 0.0002
-"""Sleep between two looks at an event; CUDA has no timed wait."""
+"""Pause between two queries of an event; CUDA has no timed wait."""
 
 
 class CudaEvent(Event):
-    """Wraps a `cupy.cuda.Event`; also carries a failure known at submission, which the GPU never sees."""
+    """A `cupy.cuda.Event`, with a failure that was known at submission."""
 
     def __init__(self, cupy: Any, event: Any, failure: BaseException | None, spare: list[Any]) -> None:
-        """`spare`: where `event` goes when nobody asks for this one any more, to be recorded anew. Done without one."""
+        """`event`: None if it is done. `spare` takes `event` back for another recording."""
         self._cupy = cupy
         self.raw = event
         self.early_error = failure
-        """What is known to have failed without asking the GPU."""
         self._spare = spare
         self._done = event is None
 
-    def __del__(self) -> None:  # whoever was told to wait for it waits for what was recorded then
+    def __del__(self) -> None:  # enqueued waits refer to the recording, not to the event
         self._spare.append(self.raw)
 
     def done(self) -> bool:
@@ -87,23 +81,23 @@ class CudaEvent(Event):
 
 
 class _Backlog:
-    """What was submitted to a stream and may still be queued.
+    """Calls of a stream that may still be queued.
 
-    A queue of the driver that is full blocks whoever submits. Few open calls never fill it, and may keep the
-    interpreter lock; more of them give it away.
+    A full queue of the driver blocks the submitting thread. A short backlog never fills it, so its calls may keep the
+    interpreter lock.
     """
 
     def __init__(self) -> None:
         self.submitted = 0
-        """Calls and copies of batches, to be counted by who makes them."""
+        """Calls and copies of batches, counted by the caller."""
         self.short_until = MOST_OPEN
-        """While no more than this were submitted, few can be open, without a look at any event."""
+        """Up to this number of `submitted` the backlog is short, without a query."""
         self.next_mark = LOOK_EVERY
         self._next_look = 0
         self._marks: deque[tuple[int, CudaEvent]] = deque()
 
     def is_short(self) -> bool:
-        """Looks at events, but not at each call."""
+        """Query marked events, at every `LOOK_EVERY`th call at most."""
         if self.submitted >= self._next_look:
             self._next_look = self.submitted + LOOK_EVERY
             while self._marks and self._marks[0][1].done():
@@ -117,14 +111,14 @@ class _Backlog:
 
 
 class CudaStream(Stream):
-    """A non-blocking CUDA stream. `submit` calls its function now, which enqueues on `handle` and returns.
+    """A non-blocking CUDA stream. `submit` calls its function at once, which enqueues on `handle`.
 
-    Its GPU becomes the calling thread's when it is made, and with each unit of work. A wait or an event that the driver
-    refuses to enqueue is waited for by the calling thread, so that the order is kept.
+    The constructor and `begin` make its GPU the calling thread's. If the driver refuses to enqueue a wait or an event,
+    the calling thread waits, which keeps the order.
     """
 
     def __init__(self, device: int, name: str, handle: int | None = None) -> None:
-        """`handle`: of a stream that another library owns; None makes a new one. Raises `ConfigError` without CuPy."""
+        """`handle`: a stream of another library; None makes a new one. Raises `ConfigError` without CuPy."""
         self.name = name
         self._cupy = load_cupy()
         self._device = self._cupy.cuda.Device(device)
@@ -136,12 +130,12 @@ class CudaStream(Stream):
         self._driver = driver()
         self._backlog: _Backlog | None = _Backlog()
         self._spare: dict[bool, list[Any]] = {False: [], True: []}
-        """Events to be recorded again, by whether they are timed: making one costs more than recording it."""
+        """Events for another recording, by `timed`: making an event costs more than recording it."""
         self._failure: BaseException | None = None
         self._closed = False
 
     def call(self, name: str, *arguments: object, copies: int = 1) -> None:
-        """A call of the driver that enqueues so many copies on this stream. Raises `TransferError`."""
+        """As `DriverStream.call`."""
         functions, backlog = self._driver.giving_lock, self._backlog
         if backlog is not None:
             backlog.submitted += copies
@@ -161,14 +155,14 @@ class CudaStream(Stream):
             return
         try:
             fn(*args)
-        except Exception as error:  # as on a stream thread: the unit fails, the stream goes on
+        except Exception as error:  # the unit fails, the stream goes on
             logger.exception("work on stream %s failed", self.name)
             self._failure = error
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         if isinstance(event, CudaEvent) and self._enqueues_wait(event):
             error = event.early_error
-        else:  # also a peer's use of a slot, of which CUDA knows nothing
+        else:  # or a peer's use of a slot, which is no CUDA event
             start = time.perf_counter()
             is_done = event.wait_done(timeout)
             self.waited_s += time.perf_counter() - start
@@ -185,13 +179,13 @@ class CudaStream(Stream):
         try:
             self.call("cuStreamWaitEvent", self.handle, event.raw.ptr, 0)
         except TransferError as error:
-            logger.warning("stream %s waits in its thread: %s", self.name, error)
+            logger.warning("stream %s blocks its thread for a wait that the driver refused: %s", self.name, error)
             return False
         return True
 
     def _miss_data(self, error: BaseException) -> None:
         if self._failure is None:
-            self._failure = TransferError(f"the copy it depends on failed: {describe(error)}")
+            self._failure = TransferError(f"an earlier copy failed: {describe(error)}")
 
     def record_event(self, *, timed: bool = False) -> CudaEvent:
         spare = self._spare[timed]
@@ -199,7 +193,7 @@ class CudaStream(Stream):
             raw = spare.pop() if spare else self._new_event(timed)
             self.call("cuEventRecord", raw.ptr, self.handle)
         except (TransferError, self._cupy.cuda.runtime.CUDARuntimeError) as error:
-            logger.warning("stream %s is waited for by its thread: %s", self.name, error)
+            logger.warning("stream %s blocks its thread for an event that the driver refused: %s", self.name, error)
             return self._event_of_the_end()
         event = CudaEvent(self._cupy, raw, self._failure, spare)
         backlog = self._backlog
@@ -212,7 +206,7 @@ class CudaStream(Stream):
         return self._cupy.cuda.Event(disable_timing=not timed)
 
     def _event_of_the_end(self) -> CudaEvent:
-        """Everything submitted so far has ended when this returns."""
+        """Wait for all submitted work."""
         try:
             self.synchronize()
         except self._cupy.cuda.runtime.CUDARuntimeError as error:  # nothing runs on this GPU any more
@@ -229,8 +223,8 @@ class CudaStream(Stream):
 
 
 class CudaComputeStream(CudaStream):
-    """Paddle's own stream. The host submits kernels to it itself, so a known failure raises instead of skipping; how
-    many are queued is not known, so no call keeps the interpreter lock.
+    """Paddle's own stream. FastDeploy submits kernels itself, so a known failure raises instead of skipping. The length
+    of the queue is unknown, so calls release the interpreter lock.
     """
 
     def __init__(self, device: int, handle: int) -> None:
@@ -248,21 +242,17 @@ class CudaComputeStream(CudaStream):
 
 
 def use_device(device: int) -> None:
-    """GPU `device` is the calling thread's from now on. Raises `ConfigError` where CuPy is missing."""
+    """Make GPU `device` the calling thread's. Raises `ConfigError` without CuPy."""
     load_cupy().cuda.Device(device).use()
 
 
 class CudaRuntime(Runtime):
-    """CuPy streams on GPU `device`, which every method makes the calling thread's.
-
-    `compute_handle` is the raw stream of the forward pass; None asks Paddle for it.
-
-    Raises `ConfigError` where CuPy is missing.
-    """
+    """CuPy streams on GPU `device`, which every method makes the calling thread's."""
 
     on_gpu = True
 
     def __init__(self, device: int = 0, *, compute_handle: int | None = None, rates: Rates | None = None) -> None:
+        """`compute_handle`: raw stream of the forward pass (default: Paddle's). Raises `ConfigError` without CuPy."""
         self._cupy, self._device = load_cupy(), device
         self._rates = trial.known() if rates is None else rates
         use_device(device)
@@ -279,13 +269,15 @@ class CudaRuntime(Runtime):
         use_device(self._device)
         bus_id = self._cupy.cuda.runtime.deviceGetPCIBusId(self._device)
         buffer = allocate_near(nbytes, cpus_near(bus_id), shared=shared)
-        # Registering keeps the huge pages of the mapping, which cudaHostAlloc would not give.
+        # Registering keeps the mapping's huge pages, unlike cudaHostAlloc.
         buffer.keep_to_this_process()
         try:
             self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, PORTABLE | MAPPED)
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             buffer.free()
-            raise ConfigError(f"{nbytes} bytes of host cache cannot be page-locked: {describe(error)}") from error
+            raise ConfigError(
+                f"the GPU refused to page-lock {nbytes} bytes of host cache ({describe(error)}): lower --swap-space"
+            ) from error
         return buffer
 
     def new_copies(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> Copies:
@@ -294,7 +286,7 @@ class CudaRuntime(Runtime):
         use_device(self._device)
         copies = CudaCopies(self._cupy, device, host, self._rates)
         for way, reason in copies.left.items():
-            logger.warning("copies between GPU and host do without %s: %s", way, reason)
+            logger.warning("copies between GPU and host do not use %s: %s", way, reason)
         return copies
 
     def copy_paths(self) -> tuple[CopyPath, ...]:

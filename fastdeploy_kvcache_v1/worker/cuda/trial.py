@@ -1,7 +1,7 @@
-"""What the ways to copy do on this GPU, before the cache relies on them.
+"""Trials of the copy paths on this GPU, before the cache relies on them.
 
-Each is tried by a process of its own (`trial_process.py`), where a crash, a hang or a broken CUDA context costs
-nothing. What it did not say is not used. What it said is kept on disk, by GPU, driver, kernel and row sizes.
+Each path has a process of its own (`trial_process.py`), where a crash, a hang or a broken CUDA context does no harm.
+Results are kept on disk by GPU, driver, kernel and row sizes.
 """
 
 from __future__ import annotations
@@ -30,54 +30,48 @@ from .rates import BATCH, SPANS, WAYS, Rates, Timing
 logger = logging.getLogger(__name__)
 
 CHOICE = "FASTDEPLOY_KVCACHE_CUDA_PATH"
-"""Environment variable: `kernel` forces a way, `-batch` leaves one out, `-batch,-kernel` several."""
-
+"""Environment variable: `kernel` forces a path, `-batch` excludes one, `-batch,-kernel` several."""
 LIMIT_S = 60.0
-"""For one way; a GPU that works takes a few seconds, most of them for the start of a process."""
-
+"""For one path; a working GPU takes a few seconds, mostly to start the process."""
 STANDARD = (8 << 10, 16 << 10, 32 << 10, 128 << 10)
-"""Bytes of rows that are timed besides those of the cache: ways change places between them."""
-
+"""Row sizes that are timed besides those of the cache: the fastest path changes between them."""
 MOST_ROW = 1 << 20
-"""Wider rows are timed as rows of so many bytes."""
-
+"""Wider rows are timed at this size."""
 _MODULE_RELEASE = Path("/sys/module/nvidia/version")
-
 _EDITION = 2
-"""Of what is tried: what an older one found is not used."""
-
+"""Of the trial: results of another edition are ignored."""
 _known = Rates()
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What is known of one way; also as JSON, the last line of the process that tries it."""
+    """Result for one path; as JSON the last line of the process that tries it."""
 
     left: str = ""
-    """Why it is not used; empty where it works."""
+    """Reason why it is not used; empty if it works."""
     is_wrong: bool = False
-    """Bytes were not what they had to be."""
+    """It copied wrong bytes."""
     is_lasting: bool = True
-    """It would be the same another time."""
+    """False: another trial may give another result."""
     reach: int = 0
     timings: tuple[tuple[Timing, ...], tuple[Timing, ...]] = ((), ())
     """From the device, and to it, as in `Rates`."""
 
     def is_whole(self, sizes: list[int]) -> bool:
-        """Whether it says why the way is left, or has all times of rows of these bytes."""
+        """True if it has a reason in `left`, or all times of rows of these sizes."""
         timed = [[each.row_bytes for each in side if min(each.apart, each.joined) > 0] for side in self.timings]
         return bool(self.left) or (timed == [sizes, sizes] and self.reach > 0)
 
 
 def known() -> Rates:
-    """What was found in this process; plain copies before."""
+    """Result of `rates_of` in this process; before, plain copies."""
     return _known
 
 
 def rates_of(device: int, row_bytes: Sequence[int]) -> Rates:
-    """What works on GPU `device`, and how fast it is for rows of these bytes; `known` from now on.
+    """Measure the paths of GPU `device` for rows of these bytes, or read earlier results; sets `known`.
 
-    Takes milliseconds where it was found before, else seconds, and `LIMIT_S` for each way that hangs. Raises
-    `ConfigError` for a wrong `CHOICE`, without CuPy, and where plain copies give other bytes.
+    Takes milliseconds with earlier results, else seconds, and `LIMIT_S` per path that hangs. Raises `ConfigError` for a
+    wrong `CHOICE`, without CuPy, and if plain copies give wrong bytes.
     """
     global _known
     sizes = sorted({*STANDARD, *(min(each, MOST_ROW) for each in row_bytes)})
@@ -89,7 +83,7 @@ def rates_of(device: int, row_bytes: Sequence[int]) -> Rates:
     answers = {way: Answer(reason) for way, reason in left.items()}
     if todo := [way for way in WAYS if way not in left]:
         key = msgspec.json.encode([_EDITION, uuid_of(device).hex(), release, PTX.read_text().partition("\n")[0], sizes])
-        name = hashlib.sha256(key).hexdigest()[:32] if release else ""  # else another driver would not be noticed
+        name = hashlib.sha256(key).hexdigest()[:32] if release else ""  # another driver would go unnoticed
         answers |= _answers(name, todo, device, sizes)
     _known = _rates({way: answers[way] for way in WAYS})
     logger.info("copies between GPU and host: %s", _known.describe())
@@ -97,47 +91,49 @@ def rates_of(device: int, row_bytes: Sequence[int]) -> Rates:
 
 
 def _unwanted(release: str) -> dict[str, str]:
-    """Ways that are not tried, and why: what the operator says, then what is known of the driver. Raises `ConfigError`
-    for a `CHOICE` that names none.
+    """Paths that are not tried, with the reason: by `CHOICE`, then by the driver. Raises `ConfigError` for a wrong
+    `CHOICE`.
     """
     text = os.environ.get(CHOICE, "")
     words = [word for part in text.split(",") if (word := part.strip())]
     names = [word.removeprefix("-") for word in words]
     forced = [word for word in words if word in WAYS]
     if len(forced) > 1 or not {*names} <= {*WAYS}:
-        raise ConfigError(f"{CHOICE}={text} must be one of {', '.join(WAYS)}, or those to leave out, as -batch,-kernel")
+        raise ConfigError(
+            f"{CHOICE} must be one of {', '.join(WAYS)}, or exclude some as in -batch,-kernel, got {text}"
+        )
     left = {}
     if not release and not forced:
-        left[BATCH] = f"the driver's release is unknown, and some hang in it: {CHOICE}={BATCH} tries it all the same"
-    elif f"{release}.".startswith("580.159.") and not forced:  # it may live through a trial, and hang under load
+        left[BATCH] = f"the driver's release is unknown, and some hang in it: {CHOICE}={BATCH} tries it anyway"
+    elif f"{release}.".startswith("580.159.") and not forced:  # it may pass a trial, and hang under load
         left[BATCH] = f"driver {release} is known to hang in it"
-    return left | {way: f"{CHOICE} says so" for way in WAYS if (way not in forced if forced else way in names)}
+    return left | {way: f"{CHOICE} excludes it" for way in WAYS if (way not in forced if forced else way in names)}
 
 
 def _rates(answers: Mapping[str, Answer]) -> Rates:
     if answers[SPANS].is_wrong:
         raise ConfigError(
-            f"plain copies between GPU and host give other bytes ({answers[SPANS].left}): this machine is broken, "
+            f"plain copies between GPU and host give wrong bytes ({answers[SPANS].left}): the machine is broken, "
             "serve on another one"
         )
     left = {way: answer.left for way, answer in answers.items() if answer.left}
     live = {way: answer for way, answer in answers.items() if not answer.left}
     if not live:
         reasons = "; ".join(f"{way}: {reason}" for way, reason in left.items())
-        logger.warning("copies between GPU and host are plain ones (%s), untried: %s", SPANS, reasons)
+        logger.warning("copies between GPU and host use %s, untried: %s", SPANS, reasons)
         del left[SPANS]
     timings = {way: answer.timings for way, answer in live.items()}
     return Rates(timings, left, min((answer.reach for answer in live.values()), default=0))
 
 
 def _answers(name: str, ways: list[str], device: int, sizes: list[int]) -> dict[str, Answer]:
-    """From the disk, else by trial: processes of one user take turns, because they would slow each other down. Nothing
-    is kept without a `name`.
+    """Read the results, or try. Processes of one user take turns, to not slow each other down. Nothing is kept
+    without a `name`.
     """
     try:
         directory = cache_directory() / "copies"
     except ModelFetchError:
-        directory = Path(os.devnull)  # nothing can be read or written there
+        directory = Path(os.devnull)  # reads and writes fail
     path = directory / f"{name}.json"
     answers = _read(path, sizes)
     if not {*ways} <= {*answers}:
@@ -145,9 +141,9 @@ def _answers(name: str, ways: list[str], device: int, sizes: list[int]) -> dict[
             with suppress(OSError):
                 directory.mkdir(parents=True, exist_ok=True)
                 fcntl.flock(turn.enter_context(open(directory / "turn", "w", encoding="utf-8")), fcntl.LOCK_EX)
-            answers = _read(path, sizes)  # another rank may have tried this GPU meanwhile
+            answers = _read(path, sizes)  # of another rank meanwhile
             answers |= {way: _ask(way, device, sizes) for way in ways if way not in answers}
-            with suppress(OSError):  # it is tried again at the next start
+            with suppress(OSError):  # the next start tries again
                 if name:
                     lasting = {way: answer for way, answer in answers.items() if answer.is_lasting}
                     path.write_bytes(msgspec.json.encode(lasting))
@@ -155,7 +151,7 @@ def _answers(name: str, ways: list[str], device: int, sizes: list[int]) -> dict[
 
 
 def _read(path: Path, sizes: list[int]) -> dict[str, Answer]:
-    """Empty where there is none, or a part of one: it is written in place."""
+    """Read whole results; a file may be partial, because it is written in place."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Answer])
     except (OSError, msgspec.MsgspecError):
@@ -171,15 +167,15 @@ def _ask(way: str, device: int, sizes: list[int]) -> Answer:
         if answer.left or (status == 0 and answer.is_whole(sizes)):
             return answer
     at = f": {last}" if last else ""
-    if status is None:  # without a word the machine was too slow to start a process
+    if status is None:  # without output the machine was too slow to start a process
         return Answer(f"its trial was not done within {LIMIT_S:.0f} s{at}", is_lasting=bool(last))
     how = (status < 0 and signal.strsignal(-status)) or f"status {status}"
     return Answer(f"its trial ended with {how}{at}", is_lasting=False)
 
 
 def run_child(way: str, device: int, sizes: Sequence[int]) -> tuple[int | None, str]:
-    """A process that tries a way: its status, None where it was killed when its time was over, and what it said."""
-    # This package comes last on the path: beside it may lie what goes by a name of the standard library's.
+    """Try a path in a process. Returns its status (None: killed after `LIMIT_S`) and its output."""
+    # The package's folder comes last on the path: files beside it may have names of the standard library.
     code = (
         f"import sys; sys.path.append({str(Path(__file__).parents[3])!r})\n"
         "from fastdeploy_kvcache_v1.worker.cuda import trial_process\n"
@@ -187,24 +183,24 @@ def run_child(way: str, device: int, sizes: Sequence[int]) -> tuple[int | None, 
     )
     with open(os.memfd_create("trial"), "w+", encoding="utf-8", errors="replace") as said:
         command = [sys.executable, "-c", code]
-        environment = {**os.environ, OPS: "numpy"}  # what bytes have to be nothing native says
+        environment = {**os.environ, OPS: "numpy"}  # no native code in the expected bytes
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment)
         try:
             status: int | None = child.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             status = None
             child.kill()
-            with suppress(subprocess.TimeoutExpired):  # inside the driver even that may wait: it is left behind
+            with suppress(subprocess.TimeoutExpired):  # stuck in the driver: leave it behind
                 child.wait(5)
         said.seek(0)
         return status, said.read()
 
 
 def driver_release() -> str:
-    """As `580.65.06`; empty where neither the kernel's module nor nvidia-smi tells."""
+    """Driver release as `580.65.06`; empty if neither the kernel module nor nvidia-smi says it."""
     with suppress(OSError):
         return _MODULE_RELEASE.read_text(encoding="utf-8").strip()
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # in containers without that file
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # in containers
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout.partition("\n")[0]
     return ""

@@ -1,7 +1,7 @@
-"""Tries one way to copy on a GPU, over memory of its own: a process that `trial.py` starts.
+"""Trial of one copy path on a GPU, over memory of its own, in a process that `trial.py` starts.
 
-Every byte of rows of many widths is compared, in both directions at once, beside a busy stream; then the way is timed.
-Lines on stdout say what is being tried; the last one is an `Answer`.
+It compares every byte of rows of many widths, in both directions at once, beside a busy stream. Then it measures times.
+Lines on stdout name the current trial; the last line is an `Answer`.
 """
 
 from __future__ import annotations
@@ -29,38 +29,30 @@ from .runtime import MAPPED, PORTABLE, CudaStream
 from .trial import LIMIT_S, Answer
 
 WINDOW = 72 << 20
-"""Bytes at the start of each tier that copies use; at its end the last of `FAR_SLOTS` are used as well."""
-
+"""Bytes at the start of each tier that copies use, besides `FAR_SLOTS` at its end."""
 FAR_SLOTS, FAR_ROW, FAR_BLOCK = 8, 64 << 10, 1 << 20
-"""Half of these rows lie as far from the others as the tiers are large; the bytes of one, and of its host block."""
-
+"""Rows of which half are at the tiers' ends; bytes of a row, and of its host block."""
 DEVICE_BYTES, HOST_BYTES = 5 << 30, 1 << 40
-"""Of the tiers, where there is so much: past what 32 bits count. The host's are addresses, few of them with memory."""
-
+"""Most bytes of the tiers, beyond 32 bits. The host tier is addresses, most of them without memory."""
 SLACK = 64 << 20
-"""Bytes of the GPU that are left free."""
-
+"""Bytes of the GPU that stay free."""
 WIDTHS = ((512,), (4096, 2048), (7, 100), (4112,), (64 << 10,), (256 << 10,))
-"""Bytes of a row, of each layer."""
-
+"""Bytes of a row of each layer."""
 MOST_BLOCKS, MOST_BYTES = 8192, 16 << 20
-"""Of a tier whose every byte is compared; 4,000 spans each way of narrow rows."""
-
+"""Of a tier that is compared: 4,000 spans of narrow rows each way."""
 TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2
-"""Of a copy that is timed; they take twice as much of both tiers."""
-
+"""Of a timed copy, which takes twice as much of both tiers."""
 REPEATS = 3
-
 Slots = npt.NDArray[np.int64]
 
 
 class _Tiers:
-    """Of layers with one role: dense on the device, by blocks on the host. The first and the last slots are used."""
+    """Tiers of layers with one role: dense on the device, by blocks on the host. Copies use the slots at both ends."""
 
     def __init__(
         self, places: Sequence[int], slots: Sequence[int], used: int, widths: Sequence[int], block: int, *, on_gpu: bool
     ) -> None:
-        """`places` and `slots` are the device's and the host's, `block` is the bytes of a host block."""
+        """`places`, `slots`: device, host. `used`: slots that copies use. `block`: bytes of a host block."""
         self.widths, self.used = tuple(widths), used
         self._places, self._slots, self._slot_bytes = places, slots, (sum(widths), block)
         self.device, self.host = [], []
@@ -70,20 +62,20 @@ class _Tiers:
             self.host.append(LayerRows([BlockRows(places[1] + start, slots[1], width, block)]))
 
     def twin(self, random: np.random.Generator) -> tuple[_Tiers, list[ByteRows]]:
-        """The used slots alone, in plain memory, and the bytes of both sides, which are random."""
+        """Make tiers of the used slots in plain memory, and the random bytes of both."""
         contents = [random.integers(0, 256, self.used * nbytes, np.uint8) for nbytes in self._slot_bytes]
         places, slots = [each.ctypes.data for each in contents], (self.used, self.used)
         return _Tiers(places, slots, self.used, self.widths, self._slot_bytes[1], on_gpu=False), contents
 
     def pieces(self, contents: Sequence[ByteRows]) -> Iterator[tuple[int, ByteRows]]:
-        """Where the bytes of a twin are in these tiers."""
+        """Yield addresses in these tiers and the twin's bytes for them."""
         for place, slots, nbytes, part in zip(self._places, self._slots, self._slot_bytes, contents, strict=True):
             half = len(part) // 2
             yield place, part[:half]
             yield place + slots * nbytes - len(part[half:]), part[half:]
 
     def plan(self, device: Slots, host: Slots, *, to_device: bool) -> CopySpans:
-        """From numbers among the used slots of one tier to as many of the other's."""
+        """Plan copies between used slots, given by their numbers."""
         sides = [
             ((numbers + (numbers >= self.used // 2) * (slots - self.used)).tolist(), slots)
             for numbers, slots in zip((device, host), self._slots, strict=True)
@@ -93,7 +85,7 @@ class _Tiers:
 
 
 class _Trial:
-    """Of one way on one GPU. Its memory goes with the process."""
+    """Trial of one path on one GPU. Its memory is freed with the process."""
 
     def __init__(self, cupy: Any, way: str, device: int) -> None:
         self._cupy, self._runtime, self._way = cupy, cupy.cuda.runtime, way
@@ -102,7 +94,7 @@ class _Trial:
         free, _total = self._runtime.memGetInfo()
         device_bytes = min(DEVICE_BYTES, (free - SLACK) // FAR_BLOCK * FAR_BLOCK)
         if device_bytes < WINDOW:
-            raise MemoryError(f"the GPU has {free} bytes free, a trial takes {WINDOW + SLACK}")
+            raise MemoryError(f"the GPU has {free} bytes free, a trial needs {WINDOW + SLACK}")
         self._map = _addresses([*(HOST_BYTES >> shift for shift in range(0, 8, 2)), device_bytes])
         self._nbytes = device_bytes, len(self._map)
         self._places = int(self._runtime.malloc(device_bytes)), np.frombuffer(self._map, np.uint8).ctypes.data
@@ -120,20 +112,20 @@ class _Trial:
                 what = f"rows of {tiers.widths} bytes, {together} in a span"
                 print(what, flush=True)
                 if wrong := self._wrong_bytes(copies, tiers, together):
-                    return Answer(f"{wrong} bytes were others, {what}", is_wrong=True, is_lasting=False)
+                    return Answer(f"{wrong} wrong bytes, {what}", is_wrong=True, is_lasting=False)
             copies.close()
         out, into = (tuple(self._timing(each, to_device=to) for each in row_bytes) for to in (False, True))
-        # Past the border of 32 bits a tier of the device is like one of the host, which is larger.
+        # Beyond 32 bits a device tier behaves like a host tier, which is larger.
         reach = self._nbytes[self._nbytes[0] >= DEVICE_BYTES]
         return Answer(reach=reach, timings=(out, into), is_lasting=reach > DEVICE_BYTES)
 
     def _tiers(self, widths: Sequence[int], slots: int) -> _Tiers:
-        """All of their slots are used, 8 at least."""
+        """Make dense tiers of at least 8 slots, all used."""
         slots = max(8, slots)
         return _Tiers(self._places, (slots, slots), slots, widths, sum(widths), on_gpu=True)
 
     def _copies(self, tiers: _Tiers) -> CudaCopies:
-        """By the way that is tried, alone. Raises `TransferError` where it is left."""
+        """Make copies by this path alone. Raises `TransferError` if it cannot be used."""
         timings = (Timing(1, 1.0, 1.0),)
         copies = CudaCopies(self._cupy, tiers.device, tiers.host, Rates({self._way: (timings, timings)}, reach=1 << 62))
         if self._way in copies.left:
@@ -141,8 +133,8 @@ class _Trial:
         return copies
 
     def _wrong_bytes(self, copies: CudaCopies, tiers: _Tiers, together: int) -> int:
-        """How many there are when half of the blocks went in and the other half went out, `together` neighbours in a
-        run. What they have to be, a CPU's copies say in a twin.
+        """Copy half of the blocks in and half out, in spans of `together`; count differences to a CPU's copies in a
+        twin.
         """
         (twin, contents), orders = tiers.twin(self._random), [self._order(tiers.used, together) for _ in "io"]
         plans, expected = _plans(tiers, *orders), _plans(twin, *orders)
@@ -164,7 +156,7 @@ class _Trial:
 
     def _copy(self, to: int, of: int, nbytes: int) -> None:
         self._runtime.memcpy(to, of, nbytes, self._runtime.memcpyDefault)
-        self._runtime.streamSynchronize(0)  # the call may return while the last bytes are on their way
+        self._runtime.streamSynchronize(0)  # the call may return before the last bytes have arrived
 
     def _exchange(self, copies: Copies, num_layers: int, into: CopySpans, out: CopySpans) -> None:
         for layer in range(num_layers):
@@ -191,25 +183,23 @@ class _Trial:
 
 
 def _plans(tiers: _Tiers, device: Slots, host: Slots) -> tuple[CopySpans, CopySpans]:
-    """In for the first half of the blocks, out for the others. Made before anything is copied, so that both run at
-    once.
-    """
+    """Plan swap-ins of the first half of the blocks and swap-outs of the others."""
     half = tiers.used // 2
     into = tiers.plan(device[:half], host[:half], to_device=True)
     return into, tiers.plan(device[half:], host[half:], to_device=False)
 
 
 def _addresses(sizes: Sequence[int]) -> mmap.mmap:
-    """Of the first of these sizes that the system does not refuse. Raises `MemoryError`."""
+    """Map the first of these sizes that the system grants. Raises `MemoryError`."""
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.11 on
     for nbytes in sizes:
-        with suppress(OSError):  # a process's limit on data counts what is private
+        with suppress(OSError):  # shared: a process's limit on data counts private mappings
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | no_reserve)
     raise MemoryError(f"the system refused {nbytes} bytes of addresses")
 
 
 def _nanoseconds(copies: CudaCopies, stream: CudaStream, spans: CopySpans, *, to_device: bool) -> float:
-    """Until the bytes are there, and half of this thread's time: the best of a few, the first of which plans."""
+    """Best time of a few copies: until the bytes have arrived, plus half of this thread's time. The first one plans."""
     found = []
     for _ in range(1 + REPEATS):
         begin, before = stream.record_event(timed=True), time.perf_counter_ns()
@@ -223,7 +213,7 @@ def _nanoseconds(copies: CudaCopies, stream: CudaStream, spans: CopySpans, *, to
 
 
 def try_way(way: str, device: int, row_bytes: Sequence[int]) -> Answer:
-    """Whatever goes wrong is the answer."""
+    """Try `way`; any error becomes the answer."""
     try:
         import cupy
 
@@ -234,6 +224,6 @@ def try_way(way: str, device: int, row_bytes: Sequence[int]) -> Answer:
 
 
 def main(way: str, device: int, row_bytes: Sequence[int]) -> None:
-    signal.alarm(2 * int(LIMIT_S))  # where who started it has died
+    signal.alarm(2 * int(LIMIT_S))  # if the parent has died
     print(f"\n{msgspec.json.encode(try_way(way, device, row_bytes)).decode()}", flush=True)  # libraries write, too
-    os._exit(0)  # what a broken context does at the end of a process, it does not do here
+    os._exit(0)  # skips the exit handlers of a broken context

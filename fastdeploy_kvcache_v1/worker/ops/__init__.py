@@ -1,4 +1,4 @@
-"""What copies bytes: rows of memory, plans of copies, and the ways that a CPU and a GPU have to carry them out."""
+"""Copies of bytes: rows of memory, plans of copies, and copy paths."""
 
 from .host_memory import HostBuffer, host_alloc
 from .rows import BlockRows, CopySpans, LayerRows, plan_spans, tensor_rows

@@ -1,4 +1,4 @@
-"""Copies between two tiers: what every kind of device offers the worker, and the kind for a CPU."""
+"""Copies: the contract of copies between two tiers, and those of a CPU."""
 
 from __future__ import annotations
 
@@ -18,31 +18,29 @@ from ...errors import CacheStateError, ConfigError
 from .rows import BlockRows, CopySpans, LayerRows
 
 CHOICE = "FASTDEPLOY_KVCACHE_OPS"
-"""Environment variable: `numpy` leaves the C copies of a CPU alone, `paddle` copies by Paddle's operators."""
-
+"""Environment variable: `numpy` instead of C on a CPU, `paddle` for Paddle's operators."""
 LIBRARY = Path(__file__).with_name("_copy_rows.so")
-
 ROW = np.dtype([("target", "u8"), ("source", "u8"), ("target_pitch", "i8"), ("source_pitch", "i8"), ("bytes", "i8")])
 """As in `custom_ops/copy_rows.c`."""
 
 
 class Copies(ABC):
-    """The copies between a device tier and a host tier, whose rows stay where they are.
+    """Copies between a device tier and a host tier at fixed addresses.
 
-    Runs are `plan_spans`' for these tiers. A call is work of `stream`: it is submitted there, and enqueues or copies.
-    The copies of one direction are all submitted to one stream.
+    `spans` come from `plan_spans` for these tiers. A call is work of `stream`: it is submitted there and enqueues (on a
+    GPU) or copies. All copies of one direction go to one stream. An enqueued copy needs only the memory itself.
     """
 
     def __init__(self, device: Sequence[LayerRows], host: Sequence[LayerRows]) -> None:
-        """Raises `CacheStateError` unless both tiers have the same layers with the same roles of the same sizes."""
+        """Raises `CacheStateError` unless both tiers have the same layers, roles and row sizes."""
         sizes = [[layer.row_bytes for layer in side] for side in (device, host)]
         if sizes[0] != sizes[1] or not device or not device[0]:
             raise CacheStateError("copies need the same roles of the same size in every layer of both tiers")
         self._num_roles, into = len(device[0]), [*zip(chain(*device), chain(*host), strict=True)]
         self._pairs = {True: into, False: [(of, to) for to, of in into]}
-        """By whether a copy goes to the device: target and source of each role of each layer."""
+        """By `to_device`: target and source of each role of each layer."""
         self._rows = {way: np.array([_row(*pair) for pair in pairs], ROW) for way, pairs in self._pairs.items()}
-        """The same as a table."""
+        """`_pairs` as tables."""
 
     def layer(self, stream: Any, layer: int, spans: CopySpans, to_device: bool) -> None:
         """Copy the blocks of `spans` of one layer, all roles."""
@@ -50,15 +48,15 @@ class Copies(ABC):
         self._copy(stream, first, first + self._num_roles, spans, to_device)
 
     def all_layers(self, stream: Any, spans: CopySpans, to_device: bool) -> None:
-        """As `layer`, for every layer."""
+        """Copy the blocks of `spans` of all layers."""
         self._copy(stream, 0, len(self._pairs[True]), spans, to_device)
 
     @abstractmethod
     def _copy(self, stream: Any, first: int, end: int, spans: CopySpans, to_device: bool) -> None:
-        """As `layer`, for the rows `[first, end)`."""
+        """Copy the rows `[first, end)` of `_pairs`."""
 
-    def close(self) -> None:  # noqa: B027  most have nothing
-        """Give up what it holds. Every copy has ended."""
+    def close(self) -> None:  # noqa: B027  most hold nothing
+        """Release memory. Every copy has ended."""
 
 
 def _row(target: BlockRows, source: BlockRows) -> tuple[int, ...]:
@@ -66,15 +64,15 @@ def _row(target: BlockRows, source: BlockRows) -> tuple[int, ...]:
 
 
 def chosen() -> str:
-    """`numpy`, `paddle`, or nothing. Raises `ConfigError`."""
+    """Read `CHOICE`: `numpy`, `paddle`, or empty. Raises `ConfigError`."""
     choice = os.environ.get(CHOICE, "")
     if choice not in ("", "numpy", "paddle"):
-        raise ConfigError(f"{CHOICE}={choice} is not known: choose numpy or paddle, or unset it")
+        raise ConfigError(f"unknown {CHOICE}={choice}: choose numpy or paddle, or unset it")
     return choice
 
 
 class CpuCopies(Copies):
-    """On the calling thread, done on return, without the interpreter lock: by C where it was built, else by NumPy."""
+    """Copies on the calling thread, done on return, without the interpreter lock: by C if built, else by NumPy."""
 
     def _copy(self, stream: Any, first: int, end: int, spans: CopySpans, to_device: bool) -> None:
         if (by_c := library()) is not None:
@@ -88,7 +86,7 @@ class CpuCopies(Copies):
 
 @cache
 def library() -> Any:
-    """The C copies; None where they were not built or are not wanted."""
+    """Load the C copies; None if they were not built or not chosen."""
     if chosen() == "numpy" or not LIBRARY.exists():
         return None
     try:
@@ -101,10 +99,8 @@ def library() -> Any:
 
 
 def cpu_paths() -> tuple[CopyPath, ...]:
-    """How copies go on a CPU: by `c`, `numpy` or `paddle`."""
     return both_ways(chosen() or ("numpy" if library() is None else "c"))
 
 
 def both_ways(name: str) -> tuple[CopyPath, ...]:
-    """Copies in either direction go by `name`."""
     return CopyPath("in", name), CopyPath("out", name)

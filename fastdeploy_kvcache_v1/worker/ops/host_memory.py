@@ -1,4 +1,4 @@
-"""Host memory for the host tier: one mapping, on huge pages where the system gives them."""
+"""Host memory of the host tier: one mapping, on huge pages if available."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from .rows import ByteRows
 class HostBuffer:
     """`nbytes` of zeroed, page-aligned host memory. Not thread-safe.
 
-    `free()` gives up this object's hold; the memory itself goes when the last view of it has gone too, so a view can
-    never dangle. Freeing twice raises `CacheStateError`.
+    `free()` drops this object's reference; the memory lives until its last view is gone, so no view dangles. Freeing
+    twice raises `CacheStateError`.
     """
 
     def __init__(self, memory: mmap.mmap, file: int | None = None) -> None:
-        """`memory` goes with the last reference to it. `file`: descriptor of what it maps; owned."""
         self.file = file
-        """Other processes map this, and have the same bytes. None for memory of this process alone."""
+        """Owned descriptor that other processes can map; None for private memory."""
         self._memory: mmap.mmap | None = memory
 
     @property
@@ -41,10 +40,9 @@ class HostBuffer:
         return self.array.size
 
     def keep_to_this_process(self) -> None:
-        """Leave it out of forked children and of core dumps, best effort.
+        """Exclude page-locked memory from forked children and core dumps, best effort.
 
-        For page-locked memory: a fork would have the kernel copy every page that a GPU may write to, and a dump would
-        be as large as the pool. Other processes that need the bytes map `file`; a forked child must not touch them.
+        Otherwise a fork copies every page that a GPU may write to. A forked child must not touch the memory.
         """
         assert self._memory is not None
         for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
@@ -59,8 +57,9 @@ class HostBuffer:
 
 
 def host_alloc(nbytes: int, *, shared: bool = False) -> HostBuffer:
-    """Raises `MemoryError` where the system refuses, `CacheStateError` for `nbytes < 1`. Pages come at first touch, on
-    the node of who touches them. `shared`: memory that other processes can map, see `HostBuffer.file`.
+    """Allocate host memory, whose pages come at first touch. `shared`: other processes can map `HostBuffer.file`.
+
+    Raises `MemoryError` if the system refuses, `CacheStateError` for `nbytes < 1`.
     """
     if nbytes < 1:
         raise CacheStateError(f"a host buffer needs at least one byte, got {nbytes}")
@@ -68,12 +67,12 @@ def host_alloc(nbytes: int, *, shared: bool = False) -> HostBuffer:
     try:
         if shared:
             os.truncate(file, nbytes)
-        # Otherwise private, because a shared anonymous mapping is a shmem file, which huge pages usually skip.
+        # Otherwise private: a shared anonymous mapping is a shmem file, which huge pages usually skip.
         memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if shared:
             os.close(file)
         raise MemoryError(f"the system refused {nbytes} bytes of host memory: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel without huge pages answers EINVAL; small pages work as well
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return HostBuffer(memory, file if shared else None)

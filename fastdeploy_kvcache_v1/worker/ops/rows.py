@@ -1,4 +1,4 @@
-"""Strided rows of raw bytes, and how slot lists become few large copies. Bytes only: no dtype, no paddle import."""
+"""Strided rows of raw bytes, and plans that turn slot lists into few large copies. No dtypes, no paddle import."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ ByteRows = npt.NDArray[np.uint8]
 class BlockRows:
     """`num_rows` rows of `row_bytes` bytes each, `pitch` bytes apart, starting at `address`.
 
-    One row is what one layer's tensor of one role keeps of one block. `on_gpu` says which memory `address` means;
-    page-locked host memory is not `on_gpu`. Holds `owner`, whose memory this is, alive.
+    A row is one block's part of a tensor. Page-locked host memory is not `on_gpu`. `owner` keeps the memory alive.
     """
 
     address: int
@@ -40,7 +39,7 @@ class BlockRows:
 
     @property
     def is_dense(self) -> bool:
-        """True when neighbouring rows are one contiguous range."""
+        """True: neighbouring rows are one contiguous range."""
         return self.pitch == self.row_bytes
 
     @cached_property
@@ -53,19 +52,17 @@ class BlockRows:
 
 
 class LayerRows(tuple[BlockRows, ...]):
-    """The rows of one layer, one entry per role, in role order."""
+    """The rows of one layer, in role order."""
 
     @property
     def row_bytes(self) -> tuple[int, ...]:
-        """By role."""
         return tuple(row.row_bytes for row in self)
 
 
 def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
-    """Rows of a paddle tensor (or NumPy array) `[num_rows, ...]` whose first axis is the block.
+    """Make the rows of a paddle tensor or NumPy array `[num_rows, ...]` of any dtype, whose first axis is the block.
 
-    Works for every dtype, bfloat16 included, because only the address is used. Raises `ConfigError` for a tensor that
-    is not contiguous, has another size, or lives neither in CPU nor in GPU memory.
+    Raises `ConfigError` for a tensor that is not contiguous, has another size, or is neither in CPU nor GPU memory.
     """
     if isinstance(tensor, np.ndarray):
         address, contiguous, nbytes, on_gpu = tensor.ctypes.data, tensor.flags.c_contiguous, tensor.nbytes, False
@@ -74,27 +71,26 @@ def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
         nbytes = int(np.prod(tensor.shape)) * tensor.element_size()
         on_gpu = bool(tensor.place.is_gpu_place())
         if not on_gpu and not tensor.place.is_cpu_place():
-            raise ConfigError(f"a cache tensor must be in CPU or GPU memory, not {tensor.place}")
+            raise ConfigError(f"a cache tensor must be in CPU or GPU memory, got {tensor.place}")
     if not contiguous:
         raise ConfigError(f"a cache tensor must be contiguous, got shape {list(tensor.shape)}")
     if nbytes != num_rows * row_bytes:
-        raise ConfigError(f"a cache tensor has {nbytes} bytes, its layout needs {num_rows} blocks of {row_bytes}")
+        raise ConfigError(f"got a cache tensor of {nbytes} bytes, expected {num_rows} blocks of {row_bytes}")
     return BlockRows(address, num_rows, row_bytes, row_bytes, on_gpu=on_gpu, owner=tensor)
 
 
 @dataclass(eq=False)
 class CopySpans:
-    """Runs as a table, so that nobody looks at them one by one. Nothing of it changes any more."""
+    """Immutable spans of neighbouring slots."""
 
     table: npt.NDArray[np.int64]
-    """`[spans, 3]`, C-contiguous: first source, first target, and how many neighbours go there."""
+    """`[spans, 3]`, C-contiguous: first source, first target, number of blocks."""
     sources: npt.NDArray[np.int64]
-    """Every row that is read, `[blocks]`."""
     targets: npt.NDArray[np.int64]
-    """Every row that is written, `[blocks]`."""
+    """Every row that is read and written, `[blocks]` each."""
     reads: SlotSet
     writes: SlotSet
-    """The same rows as sets."""
+    """`sources` and `targets` as sets."""
 
     def __post_init__(self) -> None:
         assert self.table.dtype == np.int64
@@ -108,13 +104,13 @@ class CopySpans:
 
 
 def plan_spans(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopySpans:
-    """Validate a slot list and coalesce it: the fewest spans that copy `sources[i]` to `targets[i]`.
+    """Validate slot lists and make the fewest spans that copy `sources[i]` to `targets[i]`, ordered by source.
 
-    Raises `CacheStateError`, before anything was touched, for unequal lengths, ids out of range, or a target that
-    is written twice. O(n log n), whatever the size of the tiers; the spans come in the order of their sources.
+    Raises `CacheStateError` for unequal lengths, slots out of range, or a target that is written twice. O(n log n),
+    independent of the tiers' sizes.
     """
     if len(sources) != len(targets):
-        raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
+        raise CacheStateError(f"a copy needs one target per source, got {len(targets)} for {len(sources)}")
     source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
     reads, writes = slot_set(source), slot_set(target)
     if len(writes) < len(target):
@@ -134,10 +130,10 @@ def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[
     if isinstance(slots, SlotArray):
         numbers = np.frombuffer(slots.packed, np.int32).astype(np.int64)
     else:
-        try:  # as NumPy's own conversion, but faster, and it refuses what is no integer
+        try:  # faster than NumPy's own conversion, and it accepts integers only
             numbers = np.frombuffer(array("q", slots), np.int64)
         except (TypeError, OverflowError):
             raise CacheStateError(f"{what} slots must be integers, got {slots!r}") from None
-    if len(numbers) and numbers.view(np.uint64).max() >= num_slots:  # a negative number is a huge one then
+    if len(numbers) and numbers.view(np.uint64).max() >= num_slots:  # a negative number becomes a huge one
         raise CacheStateError(f"{what} slots must be in [0, {num_slots}), got {min(slots)}..{max(slots)}")
     return numbers

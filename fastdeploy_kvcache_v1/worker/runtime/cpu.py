@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 
 class CpuEvent(Event):
-    """Finished exactly once, by the thread that is the stream."""
-
     def __init__(self) -> None:
         self._finished = threading.Event()
         self._error: BaseException | None = None
@@ -53,13 +51,13 @@ class CpuEvent(Event):
 
 
 class InlineStream(Stream):
-    """The calling thread as a stream: work happens in the call, failures raise."""
+    """The calling thread as a stream: work runs in the call, failures raise."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def begin(self) -> None:
-        """Nothing outlives a call here."""
+        """No failure outlives a call."""
 
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         fn(*args)
@@ -82,11 +80,11 @@ class InlineStream(Stream):
         """Always up to date."""
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Nothing to release."""
 
 
 class CpuStream(Stream):
-    """A daemon thread working off a FIFO. It starts with the first work, so that a process may fork before."""
+    """A daemon thread with a FIFO. It starts with the first work, so a process may fork before."""
 
     def __init__(self, name: str, delay: Callable[[str], None] | None = None) -> None:
         self.name = name
@@ -150,22 +148,19 @@ class CpuStream(Stream):
     def _on_wait(self, event: Event, needs_data: bool) -> None:
         event.wait_done()
         if needs_data and self._failure is None and event.error is not None:
-            self._failure = TransferError(f"the copy it depends on failed: {describe(event.error)}")
+            self._failure = TransferError(f"an earlier copy failed: {describe(event.error)}")
 
     def _on_record(self, event: CpuEvent) -> None:
         event.finish(self._failure)
 
 
 class CpuRuntime(Runtime):
-    """Threads as copy streams.
-
-    `delay(stream_name)` runs on the stream's thread before each submitted function: tests make copies slow, gated or
-    failing with it.
-    """
+    """Threads as copy streams."""
 
     on_gpu = False
 
     def __init__(self, *, delay: Callable[[str], None] | None = None) -> None:
+        """`delay(stream_name)` runs on the stream's thread before each submitted function, for tests."""
         self._delay = delay
         self.compute_stream: Stream = InlineStream("compute")
 

@@ -1,4 +1,4 @@
-"""What the system's limits leave: the control group of this process and every one above it, of either version."""
+"""Memory that control groups leave to this process: its own group and all parents, version 1 and 2."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
-
 _Names = tuple[str, str, str]
 _V1: _Names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _V2: _Names = ("memory.max", "memory.current", "")
-"""How a version of control groups calls limit and use, and what stands before the names in `memory.stat`."""
+"""File of the limit, file of the use, prefix of the names in `memory.stat`."""
 
 
 def room() -> int | None:
-    """Bytes this process can still get before a limit kills it; None where none is set or can be read."""
+    """Bytes that this process can still get before a limit kills it; None without a readable limit."""
     rooms = [left for group, names in _groups() if (left := _room(group, names)) is not None]
     return min(rooms, default=None)
 
 
 def _groups() -> Iterator[tuple[Path, _Names]]:
-    """From that of this process to the root, which in a container is the container's own, whatever the paths say."""
+    """Yield the process's group and its parents up to the root, which in a container is the container's own."""
     try:
         lines = MEMBERSHIP.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -43,8 +42,7 @@ def _room(group: Path, names: _Names) -> int | None:
     try:
         most = (group / limit).read_text().strip()
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # File cache, which the kernel gives back before it kills. The weights of a model that several ranks have read
-        # are active there.
+        # The kernel frees file cache before it kills. Weights that several ranks read are active there.
         cached = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
         return None if most == "max" else max(0, int(most) - int((group / used).read_text()) + cached)
     except (OSError, ValueError, KeyError):

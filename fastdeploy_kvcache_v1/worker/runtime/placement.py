@@ -1,7 +1,7 @@
-"""Where the pages of the host tier lie: near the GPU or the CPUs that use them, and there before the first copy.
+"""Placement of the host tier's pages: near the GPU or CPUs that use them, before the first copy.
 
-A page gets its place when it is first touched. Left to the copies, each page's first copy waits for the kernel to find
-and clear it, on whichever node it happens to run.
+A page gets its place at the first touch. Otherwise each page's first copy would wait for the kernel to clear it, on any
+node.
 """
 
 from __future__ import annotations
@@ -24,25 +24,21 @@ logger = logging.getLogger(__name__)
 SYSFS = Path("/sys")
 
 CHUNK = 64 << 20
-"""Bytes that a thread touches at a time."""
+"""Bytes per task of a thread."""
 
 MAX_THREADS = 16
 REPORT_EVERY_S = 5.0
 
 
 def allocate_near(nbytes: int, cpus: Set[int] = frozenset(), *, shared: bool = False) -> ops.HostBuffer:
-    """Host memory with all its pages, on the NUMA node of `cpus` where these are given. `shared`: other processes can
-    map it.
-
-    Best effort: what a container forbids, or a full node cannot give, is one log line. Raises as `ops.host_alloc`.
-    """
+    """Allocate host memory with all pages, best effort on the NUMA node of `cpus`. Raises as `ops.host_alloc`."""
     buffer = ops.host_alloc(nbytes, shared=shared)
     touch(buffer.array, cpus)
     return buffer
 
 
 def cpus_near(bus_id: str, sysfs: Path = SYSFS) -> frozenset[int]:
-    """Of the NUMA node of a PCI device; empty where the system does not tell, or where all of them are."""
+    """CPUs of the NUMA node of a PCI device; empty if unknown, or if it has all CPUs."""
     cpus: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
         listed = (sysfs / "bus/pci/devices" / bus_id.lower() / "local_cpulist").read_text(encoding="ascii")
@@ -53,7 +49,7 @@ def cpus_near(bus_id: str, sysfs: Path = SYSFS) -> frozenset[int]:
 
 
 def touch(memory: ByteRows, cpus: Set[int] = frozenset()) -> None:
-    """Have the system give every page of `memory`, which is all zero, now; from `cpus` where given and allowed."""
+    """Touch every page of the zeroed `memory`, from `cpus` where given and allowed."""
     chunks = [memory[start : start + CHUNK] for start in range(0, memory.size, CHUNK)]
     num_threads = min(len(chunks), MAX_THREADS, len(cpus or os.sched_getaffinity(0)))
     started = time.monotonic()
@@ -64,14 +60,14 @@ def touch(memory: ByteRows, cpus: Set[int] = frozenset()) -> None:
             touched += done.result()
             if time.monotonic() >= report_at:
                 report_at += REPORT_EVERY_S
-                logger.info("host memory: %d of %d MiB are there", touched >> 20, memory.size >> 20)
-    finally:  # an interrupt drops the pages that no thread has started
+                logger.info("host memory: %d of %d MiB allocated", touched >> 20, memory.size >> 20)
+    finally:  # an interrupt drops waiting chunks
         threads.shutdown(cancel_futures=True)
-    logger.info("host memory: %d MiB in %.1f s", memory.size >> 20, time.monotonic() - started)
+    logger.info("host memory: %d MiB allocated in %.1f s", memory.size >> 20, time.monotonic() - started)
 
 
 def _run_on(cpus: Set[int]) -> None:
-    """This thread's pages come from the node of `cpus`; forbidden in some containers."""
+    """Pin this thread to `cpus`, whose node then gives its pages; some containers forbid it."""
     if cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(threading.get_native_id(), cpus)

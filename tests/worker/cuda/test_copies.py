@@ -145,11 +145,11 @@ def test_rows_that_were_not_uploaded_yet_are_waited_for(gpu):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        ({"cuModuleLoadData": 209}, "the driver refuses it: cuModuleLoadData: CUDA error 209"),
-        ({"cuModuleGetFunction": 500}, "the driver refuses it: cuModuleGetFunction: CUDA error 500"),
-        ({"cuMemAlloc": 2}, "the driver refuses it: cudaError2: cuMemAlloc"),
-        ({"cuMemcpyAsync": 700}, "the driver refuses it: cudaError700: cuMemcpyAsync"),
-        ({"cuMemHostGetDevicePointer": 1}, "the driver refuses it: cuMemHostGetDevicePointer"),
+        ({"cuModuleLoadData": 209}, "the driver refused it: cuModuleLoadData: CUDA error 209"),
+        ({"cuModuleGetFunction": 500}, "the driver refused it: cuModuleGetFunction: CUDA error 500"),
+        ({"cuMemAlloc": 2}, "the driver refused it: cudaError2: cuMemAlloc"),
+        ({"cuMemcpyAsync": 700}, "the driver refused it: cudaError700: cuMemcpyAsync"),
+        ({"cuMemHostGetDevicePointer": 1}, "the driver refused it: cuMemHostGetDevicePointer"),
     ],
 )
 def test_without_a_kernel_the_next_way_copies(gpu, spoil, reason, caplog):
@@ -158,7 +158,7 @@ def test_without_a_kernel_the_next_way_copies(gpu, spoil, reason, caplog):
         gpu.statuses.clear()
         assert held(gpu) == (0, 0), "what was made before is given back"
         assert one.copies.left["kernel"].startswith(reason)
-        assert f"do without kernel: {reason}" in caplog.text
+        assert f"do not use kernel: {reason}" in caplog.text
         one.submit([0, 2, 4, 6], [0, 3, 5, 7], to_device=True, layers=[0, 1])
         assert {*one.entries("kernel", "batch", "copy 2D")} == {"batch"}
         one.require_right()
@@ -177,7 +177,7 @@ def test_a_tier_beyond_what_was_tried_goes_by_plain_copies(gpu):
 def test_plain_copies_that_failed_their_trial_take_the_place_of_none(gpu):
     rates = Rates({"kernel": EVERY_WAY.timings["kernel"]}, {"spans": "its trial ended with status 1"}, reach=20)
     with pytest.raises(
-        ConfigError, match=r"^nothing copies .*spans: its trial ended .*kernel: tiers of \d+ bytes were"
+        ConfigError, match=r"^no copy path is left .*spans: its trial ended .*kernel: tiers of \d+ bytes were"
     ):
         Copying(gpu, rates)
     with closing(Copying(gpu, Rates(rates.timings, rates.left, reach=1 << 40))) as one:

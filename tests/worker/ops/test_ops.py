@@ -80,7 +80,7 @@ def test_rows_are_a_view_of_the_tensor():
     assert not array[2].any()
     with pytest.raises(ConfigError, match="contiguous"):
         tensor_rows(array[:, :1], num_rows=3, row_bytes=8)
-    with pytest.raises(ConfigError, match="its layout needs 4 blocks"):
+    with pytest.raises(ConfigError, match="expected 4 blocks of 16"):
         tensor_rows(array, num_rows=4, row_bytes=16)
 
 
