@@ -110,7 +110,7 @@ class StorageAgent(LaneAgent):
             num_good += 1
             _let_others_run()
         if num_good < arrived:
-            logger.warning("block %s was stored, and its bytes are not what they were: forgotten", keys[num_good])
+            logger.warning("checksum mismatch in stored block %s: ignored, it will be recomputed", keys[num_good])
             backend.remove([keys[num_good]])
         self._refilled(command.slots[:num_good])
         seconds = time.perf_counter() - start

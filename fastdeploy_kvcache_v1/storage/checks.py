@@ -59,7 +59,7 @@ def _tried(name: str, module: str, function: str, how: str, *given: Path) -> Fin
             trial = importlib.import_module(module, __package__)
             took = getattr(trial, function)(*given)
     except StorageFullError:
-        return Finding(None, name, "it answers, but has no room for a trial: does a server give it memory?")
+        return Finding(None, name, "got an answer, but no room for a trial: start a server that gives memory")
     except (OSError, ImportError, KVCacheError) as error:
         return Finding(False, name, " ".join(str(error).split()) or type(error).__name__)
     put, get = (f"{trial.NUM_BYTES / 1e6 / seconds:,.0f} MB/s" for seconds in (took.put_s, took.get_s))

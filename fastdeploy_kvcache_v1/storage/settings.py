@@ -111,13 +111,13 @@ _gib = partial(_storage, type=float, unit="GIB", above=0)
 STORAGE_FLAGS = (
     _storage(
         "kvcache_storage_backend",
-        "keep blocks beyond this process, where other servers find them",
+        "store for blocks, shared with other servers and kept over restarts",
         otherwise="none",
         unit="NAME",
         choices=BACKENDS,
         fastdeploy="yes",
     ),
-    _storage("kvcache_storage_dir", "directory of the file storage; made if need be", unit="DIR"),
+    _storage("kvcache_storage_dir", "directory of the file backend, created if missing", unit="DIR"),
     _gib("kvcache_storage_gib", "largest size of that directory in GiB", default=StorageSettings.capacity_bytes / GIB),
     _storage(
         "storage_prefetch",

@@ -112,7 +112,7 @@ class ControlLink:
                 frame = self._channel.receive_frame(time.monotonic() + self._settings.silence_s)
                 self._inbox.put((self, decode(frame)))
         except TimeoutError:
-            self._end(f"{self.peer} gave no sign for {self._settings.silence_s:g} s")
+            self._end(f"{self.peer} sent no heartbeat for {self._settings.silence_s:g} s")
         except (OSError, EOFError, PeerRefusedError) as error:
             self._end(f"the link to {self.peer} broke: {error}")
         finally:

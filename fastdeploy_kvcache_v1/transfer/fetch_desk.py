@@ -131,7 +131,7 @@ class FetchDesk:
         for fetch in list(self._fetches.values()):
             if fetch.last_news < limit:
                 wait_s = self._ours.settings.wait_s
-                self._fail(fetch, f"nothing new of its blocks was heard for {wait_s:g} s")
+                self._fail(fetch, f"no progress of its blocks for {wait_s:g} s")
                 continue
             if not fetch.may_write and fetch.after_step <= step:
                 self._take_slots(fetch)
@@ -140,7 +140,7 @@ class FetchDesk:
         results, self._results = self._results, []
         return results
 
-    def close(self, reason: str = "the decode server ends") -> None:
+    def close(self, reason: str = "the decode server is stopping") -> None:
         """Fail every fetch and close every link; `turn` reports the ends. Idempotent."""
         self._server.close()
         for request_id in list(self._fetches):

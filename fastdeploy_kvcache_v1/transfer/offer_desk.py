@@ -130,12 +130,12 @@ class OfferDesk:
             self._lose(*self._failed.pop())
         limit = self._clock() - self._ours.settings.lease_s
         for lease in [name for name, each in self._leases.items() if each.last_sign < limit]:
-            self.withdraw(lease, f"the decode server did not ask for it for {self._ours.settings.lease_s:g} s")
+            self.withdraw(lease, f"the decode server did not request it for {self._ours.settings.lease_s:g} s")
         self._connecting = [thread for thread in self._connecting if thread.is_alive()]
         ends, self._ends = self._ends, []
         return ends
 
-    def close(self, reason: str = "the prefill server ends") -> None:
+    def close(self, reason: str = "the prefill server is stopping") -> None:
         """Withdraw every lease and close every link; `turn` reports the ends. Idempotent."""
         for lease in list(self._leases):
             self.withdraw(lease, reason)
@@ -238,7 +238,7 @@ class OfferDesk:
         chunk = Chunk(0, len(slots), 0, ours.num_layers)
         spans = spans_of(ours, link.geometry, slots, range(len(slots)), chunk)
         if source_digest(self._regions, spans) != done.digest:
-            return "the digest is wrong: bytes changed on the way, or the blocks changed under the lease"
+            return "checksum mismatch: bytes changed on the way, or blocks changed under the lease"
         return None
 
     def _end(self, name: str, error: str | None) -> None:

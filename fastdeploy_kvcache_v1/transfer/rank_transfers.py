@@ -214,7 +214,7 @@ class RankTransfers:
             self._lease_ends.append(LeaseEnd(leased.command.lease, end.request_id, leased.error))
 
     def _start(self, command: StartFetch) -> None:
-        error = "this server's role is not decode: it fetches nothing"
+        error = "got a fetch, but this server's role is not decode"
         if self._fetches is not None:
             try:
                 self._fetches.fetch(

@@ -55,7 +55,7 @@ def decode_request(frame: bytes | bytearray, registered: Registered) -> tuple[Re
     try:
         require_inside(table, registered.region_bytes, "source")
     except CacheStateError as error:
-        raise PeerRefusedError(f"a request asks for what is not there: {error}") from None
+        raise PeerRefusedError(f"a request names blocks that do not exist: {error}") from None
     if (total := int(table[:, 2].sum())) > MOST_BYTES:
         raise PeerRefusedError(f"a request asks for {total} bytes, {MOST_BYTES} are allowed")
     return request, table

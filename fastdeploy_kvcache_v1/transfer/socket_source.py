@@ -77,7 +77,7 @@ class SocketSource(Source):
         if not still_open:
             raise RemoteReadError("the lease ended while its blocks were read")
         if self._checksums and checksum != checksum_of(targets):
-            raise RemoteReadError("the checksum is wrong: bytes changed on the way, or were written meanwhile")
+            raise RemoteReadError("checksum mismatch: bytes changed on the way, or were written during the read")
 
 
 def checksum_of(buffers: Sequence[memoryview]) -> int:

@@ -79,7 +79,7 @@ def fail():
     ("faults", "line"),
     [
         ({}, None),
-        ({"write": {"short": 31}}, "of 32 blocks that were to be stored, only the first 31 are there"),
+        ({"write": {"short": 31}}, "of 32 blocks expected in the store, only the first 31 are there"),
         ({"match": {"answer": 30}}, "only the first 30 are there"),
         ({"read": {"short": 31}}, "31 came back, and 31 unchanged"),
         ({"read": {"short": 31, "answer": 32}}, "32 came back, and 31 unchanged"),

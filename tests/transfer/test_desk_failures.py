@@ -28,7 +28,7 @@ def test_a_lease_that_is_not_asked_for_ends_and_one_that_is_does_not(ranks):
         prefill.turn()
         assert len(prefill.done) == num_ended
     assert [end.lease for end in prefill.done] == ["unwanted"]
-    assert "did not ask for it for 60 s" in prefill.done[0].error
+    assert "did not request it for 60 s" in prefill.done[0].error
     until(lambda: decode.desk.num_offers == 1, prefill, decode)
     prefill.all_there("wanted", 1)
     until(lambda: decode.done, prefill, decode)
@@ -48,10 +48,10 @@ def test_a_fetch_that_hears_nothing_new_fails(ranks, phase):
     assert decode.done == []
     clock.now = 120.5
     decode.turn()
-    assert "nothing new" in result_of(decode).error
+    assert "no progress" in result_of(decode).error
     if phase != "no offer":
         until(lambda: prefill.done, prefill, decode)
-        assert "nothing new" in prefill.done[0].error
+        assert "no progress" in prefill.done[0].error
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_bytes_that_change_under_a_lease_are_found_by_the_digest(pair):
     prefill.tensors[0][1][7] ^= 1
     prefill.desk.progress("l", 2, LAYERS)
     until(both_ended(prefill, decode), prefill, decode)
-    assert "the digest is wrong" in result_of(decode).error
+    assert "checksum mismatch" in result_of(decode).error
     assert result_of(decode).failed_slots == (4, 5)
     assert decode.hazards.failed([4, 5]) == [4, 5]
-    assert "the digest is wrong" in prefill.done[0].error
+    assert "checksum mismatch" in prefill.done[0].error
 
 
 def test_a_digest_that_cannot_be_checked_is_wrong(ranks):

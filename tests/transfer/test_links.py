@@ -97,7 +97,7 @@ def test_messages_arrive_in_order_between_the_opening_and_the_end(serve):
 
 @pytest.mark.parametrize(
     ("says", "reason"),
-    [(None, "gave no sign for 0.2 s"), (b"\xc1", "a message of the peer cannot be read")],
+    [(None, "sent no heartbeat for 0.2 s"), (b"\xc1", "a message of the peer cannot be read")],
     ids=["nothing", "garbage"],
 )
 def test_a_link_ends_with_a_peer_that_says_nothing_or_garbage(serve, says, reason):

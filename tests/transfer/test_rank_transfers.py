@@ -113,7 +113,7 @@ def test_closing_ends_what_is_open_and_tells_it(pair, first):
     closing = {"prefill": prefill, "decode": decode}[first]
     closing.glue.close()
     news = closing.glue.take_news()
-    assert [end.error for end in (*news.leases, *news.fetches)] == [f"the {first} server ends"]
+    assert [end.error for end in (*news.leases, *news.fetches)] == [f"the {first} server is stopping"]
     assert closing.rank.plane.is_dead
     prefill.net.settle()
     assert all(link.is_closed for link in prefill.net.links)

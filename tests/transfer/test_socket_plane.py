@@ -85,7 +85,7 @@ def test_only_blocks_of_an_open_lease_are_readable(mine, peer, lease, spans, is_
 
 
 @pytest.mark.parametrize(
-    ("event", "reason"), [("revoke", "the lease ended while"), ("overwrite", "the checksum is wrong")]
+    ("event", "reason"), [("revoke", "the lease ended while"), ("overwrite", "checksum mismatch")]
 )
 def test_what_happens_to_a_lease_between_its_bytes_and_their_end_fails_the_read(mine, peer, monkeypatch, event, reason):
     of_buffers = read_server.checksum_of
@@ -112,10 +112,10 @@ def request(*span, count=1, lease="all"):
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        *((request(region, 0, 1), "what is not there") for region in (len(WIDTHS), -1)),
-        *((request(0, first, 1), "what is not there") for first in (-1, NUM_BLOCKS * WIDTH, 2**63 - 1)),
-        *((request(0, 0, count), "what is not there") for count in (0, -5)),
-        *((request(0, 1, count), "what is not there") for count in (NUM_BLOCKS * WIDTH, 2**63 - 1)),
+        *((request(region, 0, 1), "names blocks that do not exist") for region in (len(WIDTHS), -1)),
+        *((request(0, first, 1), "names blocks that do not exist") for first in (-1, NUM_BLOCKS * WIDTH, 2**63 - 1)),
+        *((request(0, 0, count), "names blocks that do not exist") for count in (0, -5)),
+        *((request(0, 1, count), "names blocks that do not exist") for count in (NUM_BLOCKS * WIDTH, 2**63 - 1)),
         (request(0, 0, 1, count=0), "0 spans, 1 to 1024 are allowed"),
         (request(0, 0, 1, count=MOST_SPANS + 1), "1025 spans"),
         (request(0, 0, WIDTH, count=MOST_BYTES // WIDTH + 1), f"{MOST_BYTES} are allowed"),

@@ -99,14 +99,14 @@ class AttentionStoreAgent(LaneAgent):
         deadline = time.monotonic() + STOP_TIMEOUT_S
         is_quiet = all(lane.settle(deadline) for lane in (self._reads, self._writes))
         if memory is not None and not (is_quiet and self._may_move_until <= time.monotonic()):
-            logger.warning("the memory of the device tier stays: the attention store may still use it")
+            logger.warning("memory of the device tier is kept: the attention store may still use it")
             threading.Thread(target=self._keep, args=(memory,), name="kv-storage-keep", daemon=True).start()
 
     def _keep(self, memory: _Memory) -> None:
         for lane in (self._reads, self._writes):
             lane.settle()
         time.sleep(max(0.0, self._may_move_until - time.monotonic()))
-        logger.info("the attention store uses no memory of the earlier device tier any more")
+        logger.info("the attention store no longer uses memory of the earlier device tier")
         del memory
 
     def close(self) -> bool:

@@ -68,7 +68,7 @@ def _round_trip(sdk: SdkConnection, memory: Memory) -> RoundTrip:
     written = sdk.write(token_ids, 0, range(NUM_BLOCKS), TRANSFER_TIMEOUT_S, memory.caches)
     put_s = time.perf_counter() - begin
     if (stored := min(written, sdk.match(token_ids))) != NUM_BLOCKS:
-        raise StorageError(f"of {NUM_BLOCKS} blocks that were to be stored, only the first {stored} are there")
+        raise StorageError(f"of {NUM_BLOCKS} blocks expected in the store, only the first {stored} are there")
     filled = tuple(range(NUM_BLOCKS, 2 * NUM_BLOCKS))
     task = ReadStorageTask(task_id="trial", token_ids=token_ids, gpu_block_ids=filled, start_read_block_idx=0)
     begin = time.perf_counter()

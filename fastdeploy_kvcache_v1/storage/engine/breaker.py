@@ -65,7 +65,7 @@ class Breaker:
         if self._failures < FAILURES:
             return
         if self._failures == FAILURES:
-            logger.warning("the store is left alone for %.0f s: %s", self._pause_s, reason)
+            logger.warning("the store is not used for %.0f s: %s", self._pause_s, reason)
         else:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._until = self._clock() + self._pause_s

@@ -40,18 +40,18 @@ class StorageCounters:
     found_blocks: int = counter("Blocks that prefix lookups found in the store")
     damaged_blocks: int = counter("Stored blocks with a checksum mismatch, ignored from then on")
     skipped_store_blocks: int = counter(
-        "Blocks that left their tier before they were stored, or that a failing store was spared"
+        "Blocks evicted before they were stored, or not stored because the store was failing"
     )
     """Also those for which too many waited."""
-    refused_store_blocks: int = counter("Blocks that the store had no room for, counted by each rank")
+    refused_store_blocks: int = counter("Blocks for which the store had no room, per rank")
     unaddressable_blocks: int = counter(
-        "Blocks left out because the store names blocks by token ids, and more decides their KV"
+        "Blocks not stored: the store names blocks by token ids, and their KV depends on more"
     )
     """Neither asked for nor stored nor announced."""
     flushes: int = counter("Updates of the store's index with what this server has")
     flush_failures: int = counter("Updates of the store's index that failed; they are sent again")
     """In order."""
-    dropped_flushes: int = counter("Updates of the store's index that were given up: it is wrong about their blocks")
+    dropped_flushes: int = counter("Updates of the store's index that were dropped: it is wrong about their blocks")
     """Too many waited for a store that fails."""
     late_requests: int = counter("Requests that started before their stored prefix had arrived")
     declined_requests: int = counter(

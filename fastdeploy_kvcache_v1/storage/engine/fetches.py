@@ -342,7 +342,7 @@ class Fetches:
             silence_s = 0.0 if since is None else now - max(since, heard_at)
             if silence_s >= SILENCE_S and now - self._blamed_at >= SILENCE_S:
                 self._blamed_at = now
-                breaker.failed(f"no word from {' and '.join(who)} for {silence_s:.1f} s")
+                breaker.failed(f"no answer from {' and '.join(who)} for {silence_s:.1f} s")
                 self._is_silent = breaker.is_open
 
     def _touch(self, hashes: Sequence[BlockHash], now: float) -> None:

@@ -37,12 +37,12 @@ class Outcome(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _action(actions, "info", _info, "show what is stored")
-    verify = _action(actions, "verify", _verify, "read every value and check that it is what was stored")
-    verify.add_argument("--repair", action="store_true", help="delete the damaged values: they will be computed again")
-    verify.epilog = "Exit status: 0 when all values are whole, 1 when some were damaged, 2 for a wrong directory."
-    prune = _action(actions, "prune", _prune, "delete what is not worth keeping, and empty namespaces")
-    prune.add_argument("--older-than", type=float, metavar="DAYS", help="delete values that were not used for so long")
-    prune.add_argument("--to-gib", type=float, metavar="GIB", help="delete the least recently used values beyond this")
+    verify = _action(actions, "verify", _verify, "read every value and verify its checksum")
+    verify.add_argument("--repair", action="store_true", help="delete damaged values, whose blocks are then recomputed")
+    verify.epilog = "Exit status: 0 if no value is damaged, 1 if some are, 2 for a wrong directory."
+    prune = _action(actions, "prune", _prune, "delete old values and empty namespaces")
+    prune.add_argument("--older-than", type=float, metavar="DAYS", help="delete values unused for this time")
+    prune.add_argument("--to-gib", type=float, metavar="GIB", help="delete the oldest values above this size")
     clear = _action(actions, "clear", _clear, "delete all values; servers that use the directory go on")
     clear.add_argument("--namespace", metavar="DIGEST", help="only the values of this namespace (see info)")
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     directory: Path = args.kvcache_storage_dir
     if not has_format(directory):
         raise ConfigError(
-            f"{directory} is not a storage directory (no file {directory / FORMAT}): name the one of a server"
+            f"{directory} is not a storage directory (no file {directory / FORMAT}): give a server's"
         )
     try:
         outcome: Outcome = args.act(args)
@@ -114,12 +114,12 @@ def _verify(args: argparse.Namespace) -> Outcome:
         "deleted_values": deleted,
         "damaged": names,
     }
-    end = "none is damaged" if not names else f"{len(names)} damaged" + (", deleted" if args.repair else "")
+    end = "none damaged" if not names else f"{len(names)} damaged" + (", deleted" if args.repair else "")
     lines = [f"checked {amount(found.num_values, found.num_bytes)}: {end}", *names[:SHOWN_DAMAGED]]
     if len(names) > SHOWN_DAMAGED:
         lines.append(f"and {len(names) - SHOWN_DAMAGED} more: --json lists all")
     if names and not args.repair:
-        lines.append("servers take none of them; --repair deletes them")
+        lines.append("servers ignore them; --repair deletes them")
     return Outcome(result, "\n".join(lines), 1 if names else 0)
 
 
@@ -134,7 +134,7 @@ def _with_progress(files: list[StoredFile]) -> Iterator[StoredFile]:
 def _prune(args: argparse.Namespace) -> Outcome:
     days, gib = args.older_than, args.to_gib
     if days is None and gib is None:
-        raise ConfigError("prune needs to know what to delete: give --older-than DAYS, --to-gib GIB, or both")
+        raise ConfigError("prune needs a limit: give --older-than DAYS, --to-gib GIB, or both")
     for flag, value in (("--older-than", days), ("--to-gib", gib)):
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{flag} must be a number from 0 on, got {value:g}")
@@ -146,7 +146,7 @@ def _prune(args: argparse.Namespace) -> Outcome:
 def _clear(args: argparse.Namespace) -> Outcome:
     directory, chosen = args.kvcache_storage_dir, args.namespace
     if chosen is not None and chosen not in {path.name for path in namespaces(directory)}:
-        raise ConfigError(f"{directory} has no namespace {chosen!r}: `storage info` shows those that it has")
+        raise ConfigError(f"{directory} has no namespace {chosen!r}: `storage info` lists its namespaces")
     return _deletion(args, lambda file, _: chosen in (None, file.namespace), only=chosen)
 
 

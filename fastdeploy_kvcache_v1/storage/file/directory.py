@@ -88,7 +88,7 @@ def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | Non
     except OSError as error:
         if not is_ours:
             raise _not_made(directory, error) from None
-        logger.warning("%s cannot be written to (%s): nothing will be stored", directory, error.strerror)
+        logger.warning("%s cannot be written (%s): nothing is stored", directory, error.strerror)
         return None
 
 
@@ -102,7 +102,7 @@ def _is_ours(directory: Path) -> bool:
         raise ConfigError(f"the storage directory {directory} cannot be read: {error.strerror}") from None
     is_ours = has_format(directory)  # after the listing: another process that makes the directory makes this file first
     if not is_ours and not is_empty:
-        raise ConfigError(f"{directory} holds other files: name an empty directory, or a new one, for the storage")
+        raise ConfigError(f"{directory} holds other files: give an empty or a new directory")
     return is_ours
 
 

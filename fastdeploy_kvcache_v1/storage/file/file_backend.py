@@ -98,7 +98,7 @@ class FileBackend(StorageBackend):
         for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
             try:
                 if not self._read(self._path(key), buffer, used_ns=now - number * 1000):
-                    self._forget(key, "it has another size than a block")
+                    self._forget(key, "it has the wrong size")
                     return number
                 self._unusable.pop(key, None)
             except FileNotFoundError:
@@ -198,7 +198,7 @@ class FileBackend(StorageBackend):
             status = os.lstat(self._path(key))
             if stat.S_ISREG(status.st_mode):
                 return self._unusable.get(key) != status.st_mtime_ns
-            self._forget(key, "it is no file")
+            self._forget(key, "it is not a file")
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -241,7 +241,7 @@ class FileBackend(StorageBackend):
         now = time.monotonic()
         if now >= self._silent_until:
             more = f", and {self._num_unsaid - 1} more values" if self._num_unsaid > 1 else ""
-            logger.warning("%s is not used (%s): forgotten%s", self._path(key), why, more)
+            logger.warning("%s is ignored (%s): its block is a miss%s", self._path(key), why, more)
             self._num_unsaid, self._silent_until = 0, now + SILENCE_S
 
     def _write(self, key: StoreKey, buffer: memoryview) -> None:
@@ -331,7 +331,7 @@ class FileBackend(StorageBackend):
         if not self._has_said_full:
             self._has_said_full = True
             logger.warning(
-                "the disk of %s is full: the oldest values make room, as if the capacity were %d MiB instead of %d",
+                "the disk of %s is full: evicting the oldest values, capacity %d MiB instead of %d",
                 self.directory,
                 limit >> 20,
                 self.capacity_bytes >> 20,

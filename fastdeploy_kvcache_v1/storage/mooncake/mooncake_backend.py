@@ -85,7 +85,7 @@ class MooncakeBackend(StorageBackend):
     def remove(self, keys: Sequence[StoreKey]) -> None:
         for result in self._connected().remove(self._names(keys)):
             if result < 0 and result not in MISSES:
-                raise StorageError(f"mooncake cannot forget {len(keys)} values: {error_text(result)}")
+                raise StorageError(f"mooncake cannot remove {len(keys)} values: {error_text(result)}")
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -141,7 +141,7 @@ class MooncakeBackend(StorageBackend):
 
     def _forget_damaged(self, key: StoreKey) -> None:
         """A value of a wrong size would count as stored for ever."""
-        logger.warning("block %s has another size than a block: forgotten", key)
+        logger.warning("stored block %s has the wrong size: ignored, it will be recomputed", key)
         with contextlib.suppress(StorageError):
             self.remove([key])
 

@@ -576,7 +576,7 @@ def test_three_moves_in_a_row_that_one_rank_fails_open_the_breaker(engine, caplo
         opened.append(made.tier.is_left_alone)
         made.tier.request_left(f"{number}")
     assert opened == [False] * 5 + [True]
-    assert caplog.messages == [f"the store is left alone for 1 s: rank {rank}: no route"]
+    assert caplog.messages == [f"the store is not used for 1 s: rank {rank}: no route"]
     made.arrive("next", "next!")
     assert len(made.link.queries) == (6 if what == "load" else 1), "what loads fail, questions need not ask"
 
@@ -635,7 +635,7 @@ def test_a_load_or_a_question_that_is_never_answered_opens_the_breaker(engine, c
     assert made.tier.is_left_alone
     assert made.tier.may_start("r"), "nobody waits for a silent store"
     name = "the store" if silent is None else f"rank {silent}"
-    assert caplog.messages == [f"the store is left alone for 1 s: no word from {name} for 9.0 s"]
+    assert caplog.messages == [f"the store is not used for 1 s: no answer from {name} for 9.0 s"]
     if silent is None:
         made.tier.answered(QueryDone("query-0", 3))
     else:

@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_below_the_capacity_goes_on_with_its_newest_values(s
     assert backend.count_stored(keys(0)) == 0
     assert found_in(backend)[0] >= 8, "it makes room for some values, not for all"
     (warning,) = caplog.messages
-    assert "is full: the oldest values make room" in warning
+    assert "is full: evicting the oldest values" in warning
     assert list((backend.directory / "tmp").iterdir()) == []
     disk.room, before = 1 << 30, found_in(backend)[0]
     for number in range(40, 80):
@@ -222,7 +222,7 @@ def test_a_value_that_cannot_be_read_is_a_miss_and_is_stored_again(store, monkey
         assert got(backend, 1, 2, 3) == 1
         assert backend.count_stored(keys(1, 2, 3)) == 1
     (warning,) = caplog.messages
-    assert warning.endswith(f"{keys(2)[0]} is not used ({os.strerror(code)}): forgotten")
+    assert warning.endswith(f"{keys(2)[0]} is ignored ({os.strerror(code)}): its block is a miss")
     assert used_by(backend) == 2 * FILE_BYTES
     assert put(backend, 1, 2, 3) == 1
     assert got(backend, 1, 2, 3) == 3

@@ -133,8 +133,8 @@ def test_the_client_is_set_up_with_the_settings_of_its_rank(cluster, monkeypatch
         ("exist", -900, r"cannot look up 2 values: the master does not answer \(-900\)"),
         ("get", -800, r"cannot load 2 values: the transfer failed \(-800\)"),
         ("put", -800, r"cannot store 2 values: the transfer failed \(-800\)"),
-        ("remove", -706, r"cannot forget 2 values: in use \(-706\)"),
-        ("remove", -1, r"cannot forget 2 values: error \(-1\)"),
+        ("remove", -706, r"cannot remove 2 values: in use \(-706\)"),
+        ("remove", -1, r"cannot remove 2 values: error \(-1\)"),
     ],
 )
 def test_an_error_of_the_client_is_a_storage_error_and_the_store_works_after_it(store, cluster, call, code, line):
