@@ -1,4 +1,4 @@
-"""python -m tests.world SCENARIO --seed N: run it, and say what is wrong with it."""
+"""python -m tests.world [SCENARIO ...] --seeds 0-9: run simulated servers, and report every broken law."""
 
 from __future__ import annotations
 
@@ -14,28 +14,54 @@ from .world import Run, line, shrink, try_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.world")
-    parser.add_argument("scenario", choices=sorted(SCENARIOS))
-    parser.add_argument("--seed", "--seeds", default="0-9", help="such as 12, or 0-99", type=numbers)
-    parser.add_argument("--events", type=int, default=500)
-    parser.add_argument("--tickets", help="only these of them, such as 3,7,12-40")
-    parser.add_argument("--off", default="", help="faults that do not happen, separated by commas")
-    parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="instead of the drawn one")
-    parser.add_argument("--check-every", type=int, default=10)
-    parser.add_argument("--shrink", action="store_true", help="of the first seed that fails")
-    parser.add_argument("--trace", action="store_true", help="print what happens, though nothing is wrong")
+    chosen = parse(arguments)
+    num_failed = 0
+    for scenario in chosen.scenarios:
+        failed = report(scenario, chosen)
+        num_failed += failed
+        if failed and chosen.shrink:
+            break
+    if len(chosen.scenarios) > 1:
+        print(f"{len(chosen.scenarios)} scenarios: {num_failed or 'no'} run{'s' * (num_failed != 1)} broke a law")
+    return 1 if num_failed else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.world",
+        description="Simulate a server with clients, workers, stores and faults. tests/world/README.md explains it.",
+        epilog=f"scenarios: {', '.join(sorted(SCENARIOS))}",
+    )
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="default: all, listed below")
+    parser.add_argument("--seed", "--seeds", default="0-9", help="such as 12, or 0-99 (default: 0-9)", type=numbers)
+    parser.add_argument("--events", type=int, default=500, help="events of a run (default: 500)")
+    parser.add_argument("--tickets", help="only these events, such as 3,7,12-40")
+    parser.add_argument("--off", default="", help="faults to switch off, separated by commas")
+    parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="set a drawn size")
+    parser.add_argument("--check-every", type=int, default=10, help="events between two checks (default: 10)")
+    parser.add_argument("--shrink", action="store_true", help="reduce the first failing run")
+    parser.add_argument("--trace", action="store_true", help="print the events of every run")
     chosen = parser.parse_args(arguments)
-    tickets = numbers(chosen.tickets) if chosen.tickets else range(chosen.events)
-    off = frozenset(filter(None, chosen.off.split(",")))
-    sizes = {name: int(size) for name, size in (each.split("=") for each in chosen.size)}
-    failed, requests, faults = 0, 0, Counter[str]()
+    unknown = set(chosen.scenarios) - set(SCENARIOS)
+    if unknown:
+        parser.error(f"unknown scenario {', '.join(map(repr, sorted(unknown)))}: choose among {', '.join(SCENARIOS)}")
+    chosen.scenarios = chosen.scenarios or list(SCENARIOS)
+    chosen.tickets = numbers(chosen.tickets) if chosen.tickets else range(chosen.events)
+    chosen.off = frozenset(filter(None, chosen.off.split(",")))
+    chosen.size = {name: int(size) for name, size in (each.split("=") for each in chosen.size)}
+    chosen.check_every = 1 if chosen.trace else chosen.check_every
+    return chosen
+
+
+def report(scenario: str, chosen: argparse.Namespace) -> int:
+    """Run every seed and print the summary. Returns the number of runs that failed."""
+    failed, ends, faults, checks = 0, Counter[str](), Counter[str](), Counter[str]()
     for seed in chosen.seed:
-        run = Run(chosen.scenario, seed, tickets, off, sizes, chosen.check_every)
+        run = Run(scenario, seed, chosen.tickets, chosen.off, chosen.size, chosen.check_every)
         result = try_run(run)
         if result.error is None:
-            ended, _, happened = map(dict, result.outcome)
-            requests += sum(ended.values())
-            faults.update(happened)
+            for total, at in ((ends, 0), (faults, 2), (checks, 3)):
+                total.update(dict(result.outcome[at]))
             print(*(result.trace if chosen.trace else ()), sep="\n", end="\n" * chosen.trace)
             continue
         failed += 1
@@ -47,15 +73,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         if len(chosen.seed) == 1:
             print(*result.trace, sep="\n")
-    met = ", ".join(f"{name}: {count}" for name, count in faults.most_common() if count)
-    print(
-        f"{len(chosen.seed) - failed} of {len(chosen.seed)} runs of {len(tickets)} events kept every law. "
-        f"{requests} requests ended, {faults.total()} faults happened{f' ({met})' if met else ''}."
+    print(summary(scenario, chosen, failed, ends, faults, checks), flush=True)
+    return failed
+
+
+def summary(
+    scenario: str,
+    chosen: argparse.Namespace,
+    failed: int,
+    ends: Counter[str],
+    faults: Counter[str],
+    checks: Counter[str],
+) -> str:
+    runs = len(chosen.seed)
+    if failed:
+        laws = f"broken in {failed} of {runs} run{'s' * (runs != 1)}: the command below each error replays it"
+    else:
+        laws = (
+            f"all held: {checks['tokens']:,} tokens and {checks['positions']:,} cache reads compared, "
+            f"{checks['checks']:,} checks of the whole cache"
+        )
+    return (
+        f"{scenario}: {runs} run{'s' * (runs != 1)} of {len(chosen.tickets)} event{'s' * (len(chosen.tickets) != 1)}\n"
+        f"  requests  {listed(ends)}\n"
+        f"  faults    {listed(faults)}\n"
+        f"  laws      {laws}"
     )
-    return 1 if failed else 0
+
+
+def listed(counts: Counter[str]) -> str:
+    parts = ", ".join(f"{name} {count:,}" for name, count in counts.most_common() if count)
+    return f"{counts.total():,}" + (f" ({parts})" if parts else "")
 
 
 if __name__ == "__main__":
-    if find_spec("fastdeploy") is not None:  # its own hosts have scenarios, too
+    if find_spec("fastdeploy") is not None:  # scenarios with FastDeploy's own classes
         from . import real_host  # noqa: F401
     sys.exit(main())

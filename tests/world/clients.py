@@ -1,4 +1,4 @@
-"""Clients: prompts with shared prefixes, and what their requests must get: each token, and one end."""
+"""Clients: they send prompts with shared prefixes, and expect the right tokens and exactly one end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Request:
         self.output: list[int] = []
 
     def tokens(self) -> list[Hashable]:
-        """Of the prompt: where an image is, its content counts."""
+        """Return the prompt, with an image's content in place of its placeholder tokens."""
         if self.image is None:
             return list(self.prompt)
         first, length, content = self.image
@@ -32,16 +32,17 @@ class Clients:
     def __init__(self, world: Any, *, block_size: int, most: int = 12, images: bool = False, kinds: int = 3) -> None:
         self.world, self.block_size, self.most, self.images = world, block_size, most, images
         self.kinds = kinds
-        """Of prompts."""
+        """Number of different system prompts."""
         self.requests: dict[int, Request] = {}
-        """That live, by number."""
+        """Open requests by `uid`."""
         self.ids: list[str] = []
         self.aborted: set[str] = set()
-        """FastDeploy aborts by id, and remembers one that is not there."""
+        """Ids, because FastDeploy aborts by id and remembers an id without a request."""
         self.finished: list[list[int]] = []
         self.computed: list[list[int]] = []
-        """All that was, without salt or images."""
+        """Prompts and outputs that were computed, without those with a salt or an image."""
         self.num_ended: dict[str, int] = {}
+        self.num_tokens = 0
 
     # ---- events
 
@@ -57,7 +58,8 @@ class Clients:
         if len(self.requests) < self.most:
             self.requests[request.uid] = request
             self.ids.append(request.request_id)
-            self.world.log("add", request.request_id, f"{len(request.prompt)}+{request.max_tokens}")
+            size = f"prompt of {len(request.prompt)} tokens, {request.max_tokens} to generate"
+            self.world.log("add", f"{request.request_id}:", size)
             self.world.host.add(request)
 
     def abort(self, rng: random.Random) -> None:
@@ -97,11 +99,11 @@ class Clients:
         return base[: int(1.2 * cut * len(base))] + tail  # often all of it: the next turn of a conversation
 
     def _branch(self, prompt: list[int], rng: random.Random) -> list[int]:
-        """Another tail of the same prefix, at once: tails of one prefix are computed, and copied, in one step."""
+        """Return another tail of the same prefix: one step then computes, and copies, several tails of a prefix."""
         num_shared = min(rng.choice([1, 2, 4, 8]), len(prompt) // self.block_size) * self.block_size
         return prompt[:num_shared] + [rng.randrange(1, 9) for _ in range(2 * self.block_size)]
 
-    # ---- what the host tells
+    # ---- called by the host
 
     def token(self, uid: int, token: int, root: Hashable, tags: Tags) -> None:
         request = self._live(uid, "a token")
@@ -109,16 +111,17 @@ class Clients:
         prefix.extend([*request.tokens(), *request.output])
         if token != prefix.next_token:
             raise WrongError(f"{request.request_id} gets token {token}, not {prefix.next_token}")
+        self.num_tokens += 1
         request.output.append(token)
         if len(request.output) > request.max_tokens:
-            raise WrongError(f"{request.request_id} gets more tokens than it asked for")
+            raise WrongError(f"{request.request_id} gets more tokens than max_tokens")
 
     def ended(self, uid: int, how: str) -> None:
         request = self._live(uid, how)
         if how == "finished" and len(request.output) != request.max_tokens:
             raise WrongError(f"{request.request_id} is finished after {len(request.output)} of {request.max_tokens}")
         if how == "aborted" and request.request_id not in self.aborted:
-            raise WrongError(f"{request.request_id} is aborted, and nobody asked for it")
+            raise WrongError(f"{request.request_id} is aborted without an abort of its client")
         self.num_ended[how] = self.num_ended.get(how, 0) + 1
         del self.requests[uid]
         if request.image is None and request.salt is None:

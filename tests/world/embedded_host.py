@@ -163,7 +163,12 @@ class Engine:
         if not self._sent or self._answer is not None:
             return
         batch, self.rank.generations = self._sent.pop()
-        self.world.log("batch", *(f"{task.request_id}@{task.start}+{len(task.token_ids)}" for task in batch.requests))
+        copies = (each for step in batch.swap_steps for each in (("out", step.swap_out), ("in", step.swap_in)))
+        parts = [f"swap-{way} of {len(blocks)} block{'s' * (len(blocks) > 1)}" for way, blocks in copies if blocks]
+        for task in batch.requests:
+            last = task.start + len(task.token_ids) - 1
+            parts.append(f"{task.request_id} computes {task.start}" + f" to {last}" * (last > task.start))
+        self.world.log("batch:", ", ".join(parts))
         for command in batch.transfers:
             self.world.log(type(command).__name__, command[0])
             self.peers.handle(command)
@@ -178,8 +183,12 @@ class Engine:
 
     def report(self, rng: random.Random) -> None:
         """An idle worker tells of its copies."""
-        is_late = self.world.faults.strike("late report", rng)
-        if not is_late and self._answer is None and self.rank.runner.has_open_copies:
+        is_late = self.world.faults.draw("late report", rng)
+        if self._answer is not None or not self.rank.runner.has_open_copies:
+            return
+        if is_late:
+            self.world.faults.injected("late report")
+        else:
             self.core.on_report(self.rank.runner.take_report())
 
     def tell_news(self, rng: random.Random) -> None:

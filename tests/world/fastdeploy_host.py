@@ -83,18 +83,19 @@ class FastDeployHost:
     # ---- the schedule loop
 
     def schedule(self, rng: random.Random) -> None:
-        strike = [name for name in LOSSES if self.world.faults.strike(name, rng)]
-        lost, passed = (strike or [""])[0], rng.randrange(4)
+        drawn = [name for name in LOSSES if self.world.faults.draw(name, rng)]
+        lost, passed = (drawn or [""])[0], rng.randrange(4)
         if self.queue.exist_tasks() or self.pausing == "paused":
             return
         try:
             tasks = self._schedule(passed if lost == "lost in schedule" else -1)
-            self.world.log("schedule", *(f"{t.task_type.name} {t.request_id}@{t.idx}" for t in tasks))
             if tasks:
+                named = (f"{each.task_type.name.lower()} {each.request_id} in seat {each.idx}" for each in tasks)
+                self.world.log("batch:", ", ".join(named))
                 self._put(tasks, lost)
         except LostError as error:
             self.count[str(error)] += 1
-            self.world.log(str(error))
+            self.world.faults.injected(str(error))
 
     def _schedule(self, raises_at: int) -> Any:
         """A loss is raised where FastDeploy looks how much of a prompt it computes, behind so many prompts, if that is

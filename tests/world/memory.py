@@ -1,6 +1,6 @@
-"""What a position of a block holds: the tag of its whole prefix, its salt and the version of the weights.
+"""Tags: the content of a position of a block. A tag names the whole prefix, its salt and the version of the weights.
 
-A tag is the number of a (tag before, token) pair, so two prefixes never have the same one and a tag tells its prefix.
+A tag is the number of a (previous tag, token) pair, so two prefixes never share a tag, and a tag gives its prefix.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 UNWRITTEN, GARBAGE = 0, -1
-"""Of a position that nothing was computed for, and of one whose copy failed or is half done."""
+"""A position that was never computed, and one whose copy failed or is half done."""
 
 VOCABULARY = 7
 
@@ -17,6 +17,8 @@ class Tags:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._of: list[tuple[int, Hashable]] = [(0, "nothing")]
+        self.num_compared = 0
+        """Positions that were read and compared with their tags."""
 
     def of(self, before: int, token: Hashable) -> int:
         number = self._numbers.get((before, token))
@@ -26,7 +28,7 @@ class Tags:
         return number
 
     def extend(self, chain: list[int], tokens: Sequence[Hashable]) -> None:
-        """`chain` begins with the tag of its root."""
+        """Append the tags of `tokens`. The first tag of `chain` is that of the root."""
         before = chain[-1]
         for token in tokens:
             before = self.of(before, token)
@@ -46,7 +48,7 @@ class Tags:
 
 
 def next_token(tag: int) -> int:
-    """What the model says after a prefix."""
+    """Return the token that the model samples after a prefix."""
     return tag % VOCABULARY + 1
 
 
@@ -55,7 +57,7 @@ class WrongError(AssertionError):
 
 
 class Prefix:
-    """A growing sequence of tokens and its tags. `root`: whose blocks it shares."""
+    """A growing sequence of tokens and its tags. Prefixes with another `root` share no block."""
 
     def __init__(self, tags: Tags, root: Hashable) -> None:
         self._tags, self.root = tags, root

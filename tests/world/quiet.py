@@ -42,6 +42,11 @@ class Quiet:
     def strike(self, name: str, rng: object = None, /) -> bool:
         return name in self._fails or (name == "copy to host fails" and self.copies_fail)
 
+    draw = strike
+
+    def injected(self, name: str) -> None:
+        pass
+
     def randrange(self, number: int) -> int:
         return self.raises_at
 

@@ -88,6 +88,7 @@ class Tensors(RankMemory):
             flat[places[start:]] = GARBAGE if void else tags[start:] * LAYERS + number
         for row, places, tags, start in () if void else plan:
             found = flat[places]
+            self.tags.num_compared += len(found)
             wrong = np.flatnonzero(found != tags * LAYERS + number)
             if wrong.size:
                 self._raise(row, int(wrong[0]), int(found[wrong[0]]), number, start)

@@ -124,12 +124,13 @@ class Between:
 
     def arrive(self, rng: random.Random) -> None:
         """The rest of a fetch arrives on a rank, or it breaks there."""
-        fetch, breaks = pick(self.fetches.values(), rng.random()), self.world.faults.strike("fetch breaks", rng)
+        fetch, breaks = pick(self.fetches.values(), rng.random()), self.world.faults.draw("fetch breaks", rng)
         rank = rng.randrange(self.num_ranks)
         if fetch is None:
             return
         name, sources = fetch.request_id, self.sources(fetch)
         if breaks:
+            self.world.faults.injected("fetch breaks")
             self.end_fetch(name, "connection reset", rank)
         elif sources is not None:
             if self._fetch_left[name] == {rank} and name not in self._failing:
@@ -201,8 +202,8 @@ class Roles(EmbeddedHost, Between):
         self._awaited[self.name(request)].append(event)
 
     def answer(self, rng: random.Random) -> None:
-        name, breaks = pick(self._awaited, rng.random()), self.world.faults.strike("answer breaks", rng)
-        is_lost, events = self.world.faults.strike("answer is lost", rng), self._awaited.get(name)
+        name, breaks = pick(self._awaited, rng.random()), self.world.faults.draw("answer breaks", rng)
+        is_lost, events = self.world.faults.draw("answer is lost", rng), self._awaited.get(name)
         if events is None:
             return
         if not events and name not in self._dropped and not breaks:
@@ -210,8 +211,13 @@ class Roles(EmbeddedHost, Between):
         if not events:
             self.prefill.core.abort(name)
         del self._awaited[name]
-        if name in self._dropped or (is_lost and events and isinstance(events[0], Delta)):
+        if name in self._dropped:
             return
+        if is_lost and events and isinstance(events[0], Delta):
+            self.world.faults.injected("answer is lost")
+            return
+        if breaks:
+            self.world.faults.injected("answer breaks")
         if not events or breaks:
             told: Any = "connection reset"
         else:
@@ -223,7 +229,8 @@ class Roles(EmbeddedHost, Between):
 
     def break_lease(self, rng: random.Random) -> None:
         lease, rank = pick(self.leases, rng.random()), rng.randrange(self.num_ranks)
-        if self.world.faults.strike("lease breaks", rng) and lease is not None:
+        if self.world.faults.draw("lease breaks", rng) and lease is not None:
+            self.world.faults.injected("lease breaks")
             self.end_lease(lease, "the decode server is gone", rank)
 
     # ---- the end

@@ -146,20 +146,28 @@ class Store:
         return not any(self.calls.values()) and (self.tier is None or self.tier.is_idle)
 
     def answer(self, rng: random.Random) -> None:
-        """One command."""
-        strike = self._world.faults.strike
-        fails, lies, full = (strike(name, rng) for name in ("store fails", "store lies", "store is full"))
+        """End one call."""
+        faults = self._world.faults
+        fails, lies, full = (faults.draw(name, rng) for name in ("store fails", "store lies", "store is full"))
         at, cut = rng.random(), rng.random()
         kind = pick((each for each in self.calls if self.calls[each]), at)
-        if kind is None or (strike("store is busy", rng) and kind == "store"):
+        if kind is None:
             return
-        for each in getattr(self, f"_{kind}")(self.calls[kind].popleft(), fails, lies if kind == "load" else full, cut):
-            self._world.log("store", each)
+        if faults.draw("store is busy", rng) and kind == "store":
+            faults.injected("store is busy")
+            return
+        wrong = {"load": lies, "store": full}.get(kind, False)
+        for name in ["store fails"] * fails + [f"store {'lies' if kind == 'load' else 'is full'}"] * wrong:
+            faults.injected(name)
+        call = self.calls[kind].popleft()
+        self._world.log(f"store: {kind} {call.name} of {len(call.path) - call.first} blocks ends")
+        for each in getattr(self, f"_{kind}")(call, fails, wrong, cut):
             self._listener(each)
 
     def lose(self, rng: random.Random) -> None:
         name = pick(self.values, rng.random())
-        if self._world.faults.strike("store loses", rng) and name is not None:
+        if self._world.faults.draw("store loses", rng) and name is not None:
+            self._world.faults.injected("store loses")
             del self.values[name]
 
     def go_on(self, rng: random.Random) -> None:

@@ -1,6 +1,6 @@
-"""All orders of events of two requests, two ranks and a few blocks, from a few beginnings on; and walks, further on.
+"""All orders of events of two requests, two ranks and a few blocks, and random walks that go deeper.
 
-`python -m tests.world.small_scope --depth N` looks further.
+`python -m tests.world.small_scope --depth N` searches deeper.
 """
 
 import inspect
@@ -17,19 +17,19 @@ from fastdeploy_kvcache_v1.scheduler.residency import Residency
 from .small_scope import SCOPES, search, walk
 
 BROKEN = {
-    # what is broken: how the search begins, method, its text, what it becomes
+    # change: start of the search, method, old text, new text
     "only the leaf is pinned": ("computed", RadixTree.match, "for run in path:", "for run in path[-1:]:"),
-    "a slot leaves that a copy fills": ("both grow", Residency._is_host_victim, "and run.open is None", ""),
+    "a slot is evicted while a copy fills it": ("both grow", Residency._is_host_victim, "and run.open is None", ""),
     "a reset forgets readers": ("stored", BlockPool.keep_only, "in self._readers:\n        is", "in ():\n        is"),
     "a block is stored twice": ("walk", CopiedRun.take, "wanted.remove(slot)", "pass"),
-    "what is on its way to the host is found": (
+    "a block on its way to the host is matched": (
         "evicted",
         RadixTree._find,
         "if child is None or (not child.on_device and child.open is not None):",
         "if child is None:",
     ),
 }
-"""The search itself is tried: each kind of law is broken once."""
+"""Mutants that test the search itself: each breaks one kind of law."""
 
 
 @pytest.mark.parametrize("begin", SCOPES)

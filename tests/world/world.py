@@ -1,4 +1,4 @@
-"""One deterministic world: actors take turns as the tickets say, and laws are looked at after each."""
+"""One deterministic world: each ticket chooses an actor's event, and laws are checked after the events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_TURNS = 6000
 
 
 class Run(NamedTuple):
-    """All that a run depends on."""
+    """Everything that a run depends on."""
 
     scenario: str
     seed: int
@@ -38,36 +38,38 @@ class World:
         self.run = run
         self.source = partial(source, f"{run.scenario} {run.seed}")
         rng = self.source("faults")
-        self.faults = Faults({name for name in FAULTS if rng.random() < 0.5} - run.off)
+        self.faults = Faults({name for name in FAULTS if rng.random() < 0.5} - run.off, self.log)
         self.clock, self.tags = Clock(), Tags()
         self.weights = 0
         self.trace: deque[str] = deque(maxlen=None if run.check_every == 1 else 40)
         self.sizes: dict[str, int] = {}
         self.ticket = -1
+        self.num_checks = 0
         self.others: list[Any] = []
-        """Further actors: `events`, `is_idle`."""
+        """Further actors, each with `events` and `is_idle`."""
         self.last_checks: list[Any] = []
-        """When all is idle."""
+        """Called when everything is idle."""
         self.free_stuck: Any = lambda: False
-        """Whether it could, where nothing moves."""
+        """Ends a request that the host itself leaves stuck. True if it did."""
         self.clients: Clients
         self.host: Any
         SCENARIOS[run.scenario](self, self.source("scenario"))
 
     def log(self, *words: object) -> None:
+        """Negative tickets are the turns of `settle`."""
         self.trace.append(f"{self.ticket}: {' '.join(map(str, words))}")
 
     def size(self, name: str, drawn: int, least: int = 1) -> int:
-        """Of the scenario, unless the run says another one, which is at least `least`."""
+        """The size that the scenario has drawn, or the one of the run, which is raised to `least`."""
         self.sizes[name] = max(least, self.run.sizes.get(name, drawn))
         return self.sizes[name]
 
     def root(self, task: Any) -> Hashable:
-        """Whose blocks a request shares."""
+        """Requests share blocks only under an equal root."""
         return self.weights, task.cache_salt
 
     def events(self) -> list[tuple[float, Any]]:
-        """Weights and events. A ticket chooses one without a look at what is possible."""
+        """Weights and events. A ticket draws an event even if that event can do nothing now."""
         return [
             (14, self.clients.add),
             (1, self.clients.abort),
@@ -76,7 +78,7 @@ class World:
         ]
 
     def go(self) -> None:
-        """Raises what is wrong."""
+        """Raise the first broken law."""
         events = self.events()
         weights = [weight for weight, _ in events]
         try:
@@ -86,16 +88,20 @@ class World:
                 self.clock.advance(TURN_S * rng.random())
                 event(rng)
                 if number % self.run.check_every == 0:
-                    self.host.check()
+                    self.check()
             self.settle()
         except TransferError:
-            # A block whose copy to the host failed was asked for before the engine heard of it: the worker ends.
+            # A request used a block whose copy to the host failed before the engine knew of it: the worker ends.
             if not self.faults.count["copy to host fails"]:
                 raise
             self.host.count["the worker ends"] += 1
 
+    def check(self) -> None:
+        self.num_checks += 1
+        self.host.check()
+
     def settle(self) -> None:
-        """Nothing goes wrong any more, and everything ends."""
+        """Run without new requests and faults until everything has ended. Raise `WrongError` if something does not."""
         self.faults.are_over = True
         by_itself = [event for weight, event in self.events() if weight >= 5 and event != self.clients.add]
         before, since, idle = None, 0, 0
@@ -107,7 +113,7 @@ class World:
                 event(rng)
             is_idle = all(actor.is_idle for actor in (self.host, self.host.worker, *self.others))
             idle = idle + 1 if is_idle else 0
-            if idle == 4:  # a step behind the last one tells the store
+            if idle == 4:  # the store learns of the last step with one step more
                 break
             since = since + 1 if self.host.progress == before else 0
             before = self.host.progress
@@ -117,7 +123,7 @@ class World:
                 since = 0
         else:
             raise WrongError(f"it does not end: {self.describe()}")
-        self.host.check()
+        self.check()
         for check in (self.host.check_idle, *self.last_checks):
             check()
 
@@ -127,28 +133,29 @@ class World:
         return f"live {lives} pausing {self.host.pausing!r}"
 
     def outcome(self) -> tuple[Any, ...]:
-        """What two runs of one seed have in common."""
-        counts = self.clients.num_ended, self.host.count, self.faults.count
+        """Counts, which are equal in two runs of one seed: requests by end, events of the host, faults, checks."""
+        checks = {"tokens": self.clients.num_tokens, "positions": self.tags.num_compared, "checks": self.num_checks}
+        counts = self.clients.num_ended, self.host.count, self.faults.count, checks
         return tuple(sorted(each.items()) for each in counts)
 
 
-# ---- runs that may fail: the line that replays one, and the smallest one that fails in the same way
+# ---- runs that may fail: the command that replays one, and the smallest one that fails in the same way
 
 
 KEPT = [
-    # scenario, seed, events, sizes: found something once
     Run("fastdeploy26 attention_store", 37, range(500)),
     Run("fastdeploy26 attention_store", 140, range(500)),
     Run("fastdeploy26", 33, range(500), sizes={"device": 16}),
     Run("embedded file", 40, range(500), sizes={"device": 16, "host": 8}),
     Run("embedded attention_store", 99, range(500)),
 ]
+"""Runs that found a defect once."""
 
 
 class Result(NamedTuple):
     error: str | None
     kind: str
-    """Where it was raised: another place is another defect."""
+    """Exception and function that raised it: another function is another defect."""
     trace: list[str]
     outcome: Any
 
@@ -171,7 +178,7 @@ def try_run(run: Run) -> Result:
 
 
 def line(run: Run) -> str:
-    """The command that replays it."""
+    """Return the command that replays `run`."""
     parts, events = [f"python -m tests.world {shlex.quote(run.scenario)} --seed {run.seed}"], len(run.tickets)
     whole = list(run.tickets) == list(range(events))
     parts += [f"--events {events}"] if whole else [f"--tickets {','.join(map(str, run.tickets))}"]
@@ -181,7 +188,7 @@ def line(run: Run) -> str:
 
 
 def shrink(run: Run) -> Run:
-    """Delta debugging over tickets and faults, then sizes."""
+    """Return the smallest run that fails like `run`: delta debugging over faults and tickets, then over sizes."""
     kind = try_run(run).kind
 
     def fails(candidate: Run) -> bool:

@@ -14,23 +14,24 @@ from tests.world.test_world import test_a_seed_replays_event_for_event  # noqa: 
 from tests.world.world import Run, line, try_run
 
 SEEDS, EVENTS = range(24), range(3000)
-LOST = dict.fromkeys(LOSSES, 15)
+LOST = dict.fromkeys(LOSSES, 15) | {"lost in schedule": 2}
+FEW_LOST = dict.fromkeys(LOSSES, 2)
 ENDS = {"finished": 300, "aborted": 10, "preempted": 10, "resets": 10}
 FINDS = {"found on device": 400, "found on host": 50, "waited for a prefill": 2}
 ROLES = {"found on device": 400, "found on host": 100, "fetched": 500, "found": 50, "finished": 100, "aborted": 5}
 ANSWERS = {"answered 200": 5, "answered 499": 10, "answered 500": 10, "answered 502": 10, "preempted": 5}
 SCENARIOS = {
-    # scenario: what happens at least so often in all seeds together
+    # scenario: least counts over all seeds
     "real": LOST | ENDS | FINDS | {"garbled images": 3},
-    "real updates": LOST | {"finished": 100, "aborted": 10, "updates": 100, "dropped batches": 3},
+    "real updates": FEW_LOST | {"finished": 100, "aborted": 10, "updates": 100, "dropped batches": 3},
     "real file": LOST | ENDS | FINDS,
     "real attention_store": LOST | ENDS | FINDS | {"found on host": 0},
-    "real roles": LOST | ROLES | ANSWERS | {"paused prefill": 10, "paused decode": 10},
+    "real roles": FEW_LOST | ROLES | ANSWERS | {"paused prefill": 10, "paused decode": 10},
 }
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_no_law_is_broken(scenario):
+def test_no_seed_breaks_a_law(scenario):
     totals = Counter()
     for seed in SEEDS:
         run = Run(scenario, seed, EVENTS)
