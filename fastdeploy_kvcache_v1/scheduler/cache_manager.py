@@ -1,14 +1,17 @@
-"""CacheManager: the scheduler half. It decides which block is where; the worker half moves the bytes.
+"""CacheManager: the scheduler half. It decides which block is in which tier; the worker half copies the bytes.
 
-A request's life: `match_prefix` -> `allocate` (again and again while it grows) -> `commit` (what has been computed is
-now matchable) -> `finish`, or `preempt`, or `release` when it was not scheduled after all. Once per scheduling step
-`take_swap_step` hands over every copy decided since the last one; the worker runs its evictions, then its swap-ins,
-then the forward pass. That order is why an evicted device slot may be used again at once, and why a host slot that an
-open copy reads or fills may not: its run stays pinned, or open, until the step is taken.
+A *block* is the KV of `block_size` consecutive tokens, named by a hash of the whole prefix up to its last token. Two
+tiers hold blocks in *slots*: the device (GPU memory) and, below it, the host (CPU memory).
 
-Every public method takes one lock and is atomic. Unless it says otherwise it costs O(blocks it adds + runs of the
-request's prefix), independent of the cache's size and of the length of the prefix: blocks cached together are one run,
-and a conversation of any number of turns is a few (see `run.py`).
+A request calls `match_prefix`, `allocate` (again whenever it grows) and `commit` (its computed blocks can be matched
+now). It ends with `finish` or `preempt`, or with `release` if it was not scheduled after all.
+
+Once per scheduling step `take_swap_step` hands over the copies decided since the previous step. The worker runs the
+swap-outs, then the swap-ins, then the forward pass. So a device slot can be reused at once after an eviction. A host
+slot that an open copy reads or fills cannot: its run stays pinned or open until the step is taken.
+
+Every public method takes one lock and is atomic. Unless its docstring says otherwise, it costs O(blocks added + runs of
+the request's prefix), independent of the size of the cache. Blocks cached together form one run, see `run.py`.
 """
 
 from __future__ import annotations
@@ -57,14 +60,14 @@ from .tiering import Tiering
 __all__ = ["CacheManager"]
 
 SWEPT_PER_STEP = 512
-"""Forgotten runs that a step takes apart after a reset, some 0.3 ms of work."""
+"""Runs that one step frees after a reset: about 0.3 ms."""
 
 LEAST_WATCHED = 8192
 MOST_WATCHED = 131_072
 
 
 class CacheManager:
-    """See the module's text. Thread-safe."""
+    """The prefix cache of one server: both tiers, its requests, and the copies between the tiers. Thread-safe."""
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
@@ -99,12 +102,11 @@ class CacheManager:
     def match_prefix(
         self, request_id: str, sequence: BlockHashes, *, max_blocks: int | None = None, resumed: bool = False
     ) -> MatchResult:
-        """Find and pin the longest cached prefix of `sequence`, at most all blocks before its last token (and, when
-        given, at most `max_blocks`). Nothing for a sequence whose `access` does not read.
+        """Find and pin the longest cached prefix of `sequence`: at most `max_blocks` blocks, never its last token.
 
-        The manager keeps `sequence` and reads its growing hashes in `commit`. `resumed` says that the request computed
-        before and was preempted: what it finds is its own work, is counted apart and is no reason for a backup.
-        Raises `CacheStateError` if the request is already known: release, preempt or finish it first.
+        Finds nothing if `sequence.access` does not read. The manager keeps `sequence`; `commit` reads its growing
+        hashes. `resumed`: the request was preempted before, so its hits are its own work. They are counted apart and
+        cause no backup. Raises `CacheStateError` if the request is known already: release, preempt or finish it first.
         """
         with self._lock:
             return self._requests.match(request_id, sequence, max_blocks, resumed=resumed)
@@ -112,7 +114,7 @@ class CacheManager:
     def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
         """Grow the request's block table to hold `num_tokens` tokens. Atomic: `NoSpace` changes nothing.
 
-        The first call admits the request: matched blocks on the host get device slots, and their swap-in is planned.
+        The first call admits the request: its matched blocks on the host get device slots and a planned swap-in.
         Raises `UnknownRequestError`, or `CacheStateError` if `num_tokens` does not cover the matched prefix.
         """
         with self._lock:
@@ -121,61 +123,62 @@ class CacheManager:
     def commit(self, request_id: str, num_computed_tokens: int) -> None:
         """Make the full blocks among the first `num_computed_tokens` tokens matchable.
 
-        Nothing happens for a sequence whose `access` does not write. Their KV must have been written, or be ordered on
-        the compute stream before every later reader. The newest token of the sequence is never counted: a sampled token
-        has no KV yet. Idempotent; fewer tokens than before are ignored. Raises `UnknownRequestError`, or
-        `CacheStateError` for tokens without a block, blocks without a hash, or tokens that cannot have been computed
-        because the step that allocated them has not been taken.
+        Their KV must be written, or ordered on the compute stream before every later reader. The newest token of the
+        sequence never counts: a sampled token has no KV yet. Idempotent; fewer tokens than before are ignored. Does
+        nothing if the sequence's `access` does not write.
+        Raises `UnknownRequestError`. Raises `CacheStateError` for tokens without a block, for blocks without a hash,
+        and for tokens allocated in a step that has not been taken: they cannot have been computed.
         """
         with self._lock:
             self._requests.commit(request_id, num_computed_tokens)
 
     def uncommitted(self, request_id: str, num_computed_tokens: int) -> Sequence[BlockHash]:
-        """Names of the blocks that `commit` will make matchable once the request's first `num_computed_tokens` tokens
-        are computed: none if it does not write, or the cache was reset or lost what they stand on. Raises
+        """Return the hashes of the blocks that `commit(request_id, num_computed_tokens)` would make matchable.
+
+        Empty if the request does not write, or if a reset or a failed copy removed its prefix. Raises
         `UnknownRequestError`.
         """
         with self._lock:
             return self._requests.uncommitted(request_id, num_computed_tokens)
 
     def finish(self, request_id: str) -> None:
-        """The request is done (or aborted): its committed blocks stay cached, everything else is free again.
+        """End a request that is done or aborted: its committed blocks stay cached, its other slots are freed.
 
-        Raises `UnknownRequestError`, freeing nothing, when it was finished before.
+        Raises `UnknownRequestError`, freeing nothing, if it has ended before.
         """
         with self._lock:
             self._requests.end(request_id)
             self._counters.requests_finished += 1
 
     def preempt(self, request_id: str) -> None:
-        """Take everything from a running request; it resumes by a new match. Raises `UnknownRequestError`."""
+        """End a running request that will resume by a new match. Raises `UnknownRequestError`."""
         with self._lock:
             self._requests.end(request_id)
             self._counters.requests_preempted += 1
 
     def release(self, request_id: str) -> None:
-        """Undo the match (and allocation) of a request that was not scheduled: pins and LRU order as before.
+        """Undo the match and allocation of a request that was not scheduled: pins and LRU order are as before.
 
-        Only blocks that an eviction had to pass over meanwhile are the most recently used ones now. Swap-ins planned
-        for it alone are cancelled, unless blocks below them are on the device. Once the step of the allocation has been
-        taken it counts as served, and its blocks as used. Raises `UnknownRequestError`, or `CacheStateError` if it has
-        committed blocks: finish or preempt it then.
+        Blocks that an eviction skipped meanwhile become the most recently used ones. Swap-ins planned for this request
+        alone are cancelled, unless blocks below them are on the device. If the step of the allocation has been taken,
+        the request counts as served and its blocks as used. Raises `UnknownRequestError`. Raises `CacheStateError` if
+        it has committed blocks: finish or preempt it then.
         """
         with self._lock:
             self._requests.roll_back(request_id)
 
     def count_shared_prefill(self, num_tokens: int) -> None:
-        """A request is admitted that waited for another one's prefix, and found `num_tokens` tokens more by that."""
+        """Count an admitted request that waited while another one computed its prefix, and so hit `num_tokens` more."""
         with self._lock:
             self._counters.shared_prefill_requests += 1
             self._counters.shared_prefill_tokens += num_tokens
 
     def expect(self, line: Sequence[BlockHashes]) -> None:
-        """Requests that wait to be matched, the next one first: what they would hit now leaves its tier last.
+        """Name the requests waiting to be matched, the next one first: blocks that they would hit are evicted last.
 
-        Tell it before each scheduling step; only the first `KVCacheConfig.lookahead_requests` are looked at. It is kept
-        as a hint: requests may come, go, and pass each other as they like. O(1), and O(runs of these prefixes) once in
-        a step that evicts.
+        To be called before each scheduling step; only the first `KVCacheConfig.lookahead_requests` count. It is a hint:
+        requests may still come, go and change their order. O(1), and O(runs of these prefixes) once in a step that
+        evicts.
         """
         with self._lock:
             self._lookahead.expect(line)
@@ -183,7 +186,7 @@ class CacheManager:
     # ---- slots of a scheduler that keeps its own block tables
 
     def lend(self, count: int) -> list[DeviceSlot] | NoSpace:
-        """`count` device slots for the caller to own, outside any block table. Atomic: `NoSpace` changes nothing."""
+        """Give the caller `count` device slots outside any block table. Atomic: `NoSpace` changes nothing."""
         with self._lock:
             slots = self._tiering.allocate_device(count)
             if not isinstance(slots, NoSpace):
@@ -191,14 +194,16 @@ class CacheManager:
             return slots
 
     def take_back(self, slots: Sequence[DeviceSlot]) -> None:
-        """The caller owns `slots` no longer. Raises `BlockPoolError`, changing nothing, if one of them is not lent."""
+        """Free lent `slots`. Raises `BlockPoolError`, changing nothing, if one of them is not lent."""
         with self._lock:
             self._end_loan(slots)
             self._device_pool.free(slots)
 
     def adopt(self, request_id: str, slots: Sequence[DeviceSlot]) -> None:
-        """Lent `slots` become the next entries of an admitted request's block table, to be committed and given back
-        with it. Raises `BlockPoolError`, changing nothing, if one of them is not lent.
+        """Append lent `slots` to the block table of an admitted request, which owns them from now on.
+
+        Raises `BlockPoolError`, changing nothing, if one of them is not lent, and `CacheStateError` if the request is
+        not admitted.
         """
         with self._lock:
             request = self._requests[request_id]
@@ -216,7 +221,7 @@ class CacheManager:
         self._lent -= named
 
     def lent_slots(self) -> frozenset[DeviceSlot]:
-        """Every slot the caller of `lend` owns; O(lent), for checks."""
+        """Return all lent slots, for checks. O(lent slots)."""
         with self._lock:
             return frozenset(self._lent)
 
@@ -231,47 +236,46 @@ class CacheManager:
         level: CacheLevel = CacheLevel.HOST,
         most: int | None = None,
     ) -> LoadSlots | NoSpace:
-        """Lend slots of tier `level` for blocks `hashes[first:]` of a prompt, at most for `most` of them, which storage
-        or a peer is going to fill.
+        """Lend slots of tier `level` for blocks `hashes[first:]` of a prompt, at most `most`, for storage or a peer to
+        fill.
 
-        `hashes` begin with the prompt's first block; they are kept, and may only grow meanwhile. Cached blocks are
-        evicted where slots are short, and there may be fewer slots than blocks: then the load is of the first ones.
-        `NoSpace`, changing nothing, if there is none, or prefix caching is off. Read `LoadSlots.after_step` before
-        letting bytes in.
+        `hashes` begin with the prompt's first block; the manager keeps them, and they may only grow. Cached blocks are
+        evicted to make room. If there are fewer slots than blocks, the load covers the first ones. `NoSpace`, which
+        changes nothing, means no slot at all, or prefix caching is off. Respect `LoadSlots.after_step` before writing.
 
-        Until `complete_load` nothing of it can be matched, and no other owner gets its slots. A load pins nothing: to
+        Until `complete_load` its blocks cannot be matched, and its slots have no other owner. A load pins nothing: to
         keep the blocks before `first`, let a request match them. Raises `CacheStateError` if `load_id` has begun
-        already or there is no such block. O(slots).
+        already or `first` is out of range. O(slots).
         """
         with self._lock:
             return self._loads.begin(load_id, hashes, first, level, most)
 
     def complete_load(self, load_id: str, num_arrived: int) -> int:
-        """The first `num_arrived` blocks of a load are there, and no byte can arrive in any of its slots any more.
+        """End a load whose first `num_arrived` blocks have arrived; nothing may write to its slots any more.
 
-        They become ordinary cached blocks, and all other slots are free again. Returns how many became cached, the last
-        ones of those that arrived: blocks that are cached already do not, nor any if the load was cancelled or the
-        blocks before it are gone (for the device tier: are not on the device). 0 arrived aborts a load.
+        Arrived blocks become ordinary cached blocks, the other slots are freed. Returns how many were cached. These are
+        the last ones that arrived: earlier ones may be cached already. The result is 0 if the load was cancelled, or if
+        the blocks before it are no longer cached (for the device tier: on the device). `num_arrived` 0 aborts.
         Raises `CacheStateError`, changing nothing, for an unknown load or more blocks than it has slots. O(blocks).
         """
         with self._lock:
             return self._loads.complete(load_id, num_arrived)
 
     def cancel_load(self, load_id: str) -> None:
-        """Nothing of the load is wanted any more, but bytes may still arrive: quarantine. Its slots are kept until
-        `complete_load`, however long that takes. Idempotent. Raises `CacheStateError` for an unknown load.
+        """Quarantine a load that is no longer wanted, while bytes may still arrive: its slots stay reserved until
+        `complete_load`. Idempotent. Raises `CacheStateError` for an unknown load.
         """
         with self._lock:
             self._loads.cancel(load_id)
 
     def begin_store(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
-        """Keep the bytes of the blocks that `step` copied into host `slots`, until `end_store`: storage or a peer reads
-        them. The copy must have been reported as done, and no later step have been told to fill one of `slots`.
+        """Keep the bytes of the blocks that `step` copied into host `slots` until `end_store`, for storage or a peer to
+        read. The copy must have been reported as done, and no later step may have been told to fill one of `slots`.
 
-        Blocks that left the host meanwhile are not in the result, nor any if that step was too long ago: without blocks
-        nothing has begun. Nothing is pinned: what is forgotten meanwhile frees its slots when the store ends, and
-        what would leave the host to make room stays until then.
-        Raises `CacheStateError` if `store_id` has begun already. O(blocks named, and runs above them).
+        The result lacks blocks that have left the host; it is empty if `step` is too long ago. An empty result begins
+        no store. A store pins nothing. Its slots are not evicted to make room; slots of blocks that are forgotten
+        meanwhile are freed when the store ends.
+        Raises `CacheStateError` if `store_id` has begun already. O(blocks named + runs above them).
         """
         with self._lock:
             return self._stores.begin(store_id, step, slots)
@@ -279,30 +283,29 @@ class CacheManager:
     def begin_device_store(
         self, store_id: str, hashes: Sequence[BlockHash], first: int, *, most: int | None = None
     ) -> StoreSource:
-        """Keep the device slots of blocks `hashes[first:]` of a prompt, at most of `most` of them, as they are, until
-        `end_store`: storage reads them. `hashes` begin with the prompt's first block.
+        """Keep the bytes of blocks `hashes[first:]` of a prompt on the device until `end_store`, for storage to read.
 
-        Blocks from the first one on that is not on the device are not in the result; without blocks nothing has begun.
-        The bytes are there once the worker has ended every copy and pass of the steps it was told of, unless such a
-        copy fails. Nothing is pinned: blocks may leave the device meanwhile, their slots are free when the store ends.
+        `hashes` begin with the prompt's first block. The result has at most `most` blocks and ends before the first one
+        that is not on the device. An empty result begins no store. The bytes are valid once the worker has ended every
+        copy and pass of the steps taken so far, unless such a copy fails. A store pins nothing: blocks may leave the
+        device meanwhile, and their slots are freed when the store ends.
         Raises `CacheStateError` if `store_id` has begun already. O(blocks).
         """
         with self._lock:
             return self._stores.begin_on_device(store_id, hashes, first, most)
 
     def end_store(self, store_id: str) -> None:
-        """Nobody reads for this store any more. Raises `CacheStateError` for one that is unknown: it had no blocks, or
-        has ended already.
-        """
+        """End a store: nothing reads its slots any more. Raises `CacheStateError` if it had no blocks or has ended."""
         with self._lock:
             self._stores.end(store_id)
 
     # ---- the worker
 
     def take_swap_step(self) -> SwapStep:
-        """Every copy decided since the last call. Steps are numbered without gaps and reach the worker in order.
+        """Hand over the copies decided since the last call. Steps are numbered without gaps and must reach the worker
+        in order.
 
-        Requests admitted since then count as hits now; what the policy backs up for them leaves with this step.
+        Hits of requests admitted since then are counted now, and backups that they cause are part of this step.
         """
         with self._lock:
             self._tree.sweep(SWEPT_PER_STEP)
@@ -311,16 +314,16 @@ class CacheManager:
 
     @property
     def has_open_copies(self) -> bool:
-        """Copies are decided that no step has handed over: blocks that one brings to another tier are in none yet."""
+        """True if copies are decided that no step has handed over."""
         with self._lock:
             return any(self._residency.open_copies(level) for level in CacheLevel)
 
     def transfer_failed(self, result: CopyResult) -> list[str]:
-        """A copy failed in the worker: its targets hold garbage and are forgotten, with every block below them.
+        """Forget the blocks that a failed copy should have filled, and every block below them.
 
-        Returns the running requests that use such a block: preempt and recompute them. Tell of a failure before
-        committing what was computed on top of such a block. O(requests + blocks copied in
-        that step), but O(cache) for a step of long ago, see `copies_by_step.py`.
+        Returns the running requests that use such a block: preempt and recompute them. Report a failure before
+        committing blocks computed on top of it. O(requests + blocks copied in that step), but O(cache) if more than
+        `REMEMBERED_STEPS` steps with copies came after it.
         """
         if not result.target_slots:
             return []
@@ -333,11 +336,10 @@ class CacheManager:
     def reset_cache(self, *, force: bool = False) -> None:
         """Forget every cached block of both tiers.
 
-        Running requests keep their blocks until they end and cache nothing more. With `force` they are forgotten too,
-        all slots, lent ones included, are free, and copies not yet taken are dropped: the caller has stopped the
-        worker's use of them. Either way loads are cancelled, see `cancel_load`: their slots stay reserved, and so do
-        the slots that a store reads, until it ends. O(requests + blocks in use), and a copy of the pools' lists;
-        what was forgotten is taken apart little by little, by later steps.
+        Running requests keep their blocks until they end, and cache nothing more. `force` ends them too, frees lent
+        slots and drops copies not taken yet: the caller must have stopped the worker. Loads are cancelled, see
+        `cancel_load`, and slots that a store reads stay reserved until it ends. O(requests + blocks in use), plus a
+        copy of the pools' lists; later steps free the forgotten runs, a few in each.
         """
         with self._lock:
             if force:
@@ -352,10 +354,10 @@ class CacheManager:
                 self._residency.close_copies()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
-        """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
+        """Grow or shrink the device tier. Cached blocks above the new end are evicted; their host copies stay.
 
-        Raises `ConfigError` for a size below 1, and `PoolInUseError`, with no change, when a request, a load or a store
-        uses a slot above the new end or such a slot still waits to be copied out. O(cache).
+        Raises `ConfigError` for a size below 1. Raises `PoolInUseError`, changing nothing, if a request, a load or a
+        store uses a slot above the new end, or if an open copy reads one. O(cache).
         """
         size = operator.index(num_device_blocks)
         if size < 1:
@@ -365,10 +367,10 @@ class CacheManager:
             self._device_pool.resize(size)
 
     def take_events(self) -> list[CacheEvent]:
-        """What was stored in and removed from each tier since the last call, in order.
+        """Return the blocks stored in and removed from each tier since the last call, in order.
 
-        The first call subscribes: until then events cost nothing. Its list, as every one after more than
-        `max_queued_events` piled up, starts with `cleared` and describes the whole cache; O(cache) then. With
+        The first call subscribes; until then events cost nothing. The first list starts with `cleared` and describes
+        the whole cache, in O(cache). So does the next one after events named more than `max_queued_events` blocks. With
         `max_queued_events` 0 there are no events.
         """
         with self._lock:
@@ -377,29 +379,27 @@ class CacheManager:
     # ---- looking
 
     def count_cached(self, hashes: Sequence[BlockHash]) -> int:
-        """How many of the first blocks of a prompt are cached, in any tier. A look: nothing is pinned or counted."""
+        """Return how many leading blocks of a prompt are cached in any tier. Pins and counts nothing."""
         with self._lock:
             return sum(count for _, count in self._tree.look(hashes))
 
     def count_on_device(self, hashes: Sequence[BlockHash]) -> int:
-        """As `count_cached`, of the blocks on the device: those that follow them may be cached on the host."""
+        """Return how many leading blocks of a prompt are on the device. Pins and counts nothing."""
         with self._lock:
             return sum(count for run, count in self._tree.look(hashes) if run.on_device)
 
     def num_cached(self, request_id: str) -> int:
-        """How many blocks at the start of the request's table are cached ones. Raises `UnknownRequestError`."""
+        """Return how many leading blocks of the request's table are cached. Raises `UnknownRequestError`."""
         with self._lock:
             return self._requests[request_id].num_cached
 
     def num_blocks(self, request_id: str) -> int:
-        """Length of the request's block table; 0 before it is admitted. Raises `UnknownRequestError`."""
+        """Return the length of the request's block table, 0 before it is admitted. Raises `UnknownRequestError`."""
         with self._lock:
             return self._requests[request_id].num_blocks
 
     def block_table(self, request_id: str) -> list[DeviceSlot]:
-        """The request's block table, device slots in prompt order: a new list. O(its blocks). Raises
-        `UnknownRequestError`.
-        """
+        """Copy the request's block table: device slots in prompt order. O(its blocks). Raises `UnknownRequestError`."""
         with self._lock:
             return self._requests[request_id].block_table()
 
@@ -410,18 +410,18 @@ class CacheManager:
 
     @property
     def num_free_device_blocks(self) -> int:
-        """Device slots that are free; cached blocks are not."""
+        """Device slots without any content. Slots of cached blocks do not count, even if they can be evicted."""
         with self._lock:
             return self._device_pool.num_free
 
     @property
     def num_available_device_blocks(self) -> int:
-        """Device slots an `allocate` could get now: free ones and evictable ones."""
+        """Device slots that `allocate` could get now: free ones and evictable ones."""
         with self._lock:
             return self._tiering.num_available_device
 
     def stats(self) -> CacheStats:
-        """O(requests and loads)."""
+        """Take a snapshot of counters and gauges. O(requests and loads)."""
         with self._lock:
             loading, on_host = map(self._loads.num_slots, (CacheLevel.DEVICE, CacheLevel.HOST))
             return CacheStats(
@@ -459,7 +459,7 @@ class CacheManager:
         return CacheSnapshot(self.config.block_size, num_requests, device, host, listed)
 
     def check(self) -> None:
-        """Raises `InvariantError` unless every slot has exactly one owner and every pin a request; O(cache)."""
+        """Raise `InvariantError` unless every slot has exactly one owner and every pin a request. O(cache)."""
         with self._lock:
             self._residency.check(self._tree.runs())
             runs = [*self._tree.runs(), *self._residency.detached_runs()]
@@ -471,7 +471,7 @@ class CacheManager:
             self._stores.check()
 
     def check_idle(self) -> None:
-        """`check`, and every allocated slot is cached and evictable: no request, loan, load or store holds one."""
+        """`check`, and raise `InvariantError` unless every allocated slot is cached and evictable. O(cache)."""
         with self._lock:
             self.check()
             self._requests.check_none()
@@ -484,14 +484,12 @@ class CacheManager:
             expect(self._tiering.num_available_device == self._device_pool.size, "manager: device slots leaked")
 
     def _most_watched(self) -> int:
-        """Blocks that `ReuseHistory` may watch now, of some 300 bytes: of at least twice as many prompts as the cache
-        holds, up to some 40 MB.
-        """
+        """Return how many blocks `ReuseHistory` may watch: twice the cache, within limits. About 300 bytes each."""
         num_blocks = self._device_pool.size + self._host_pool.size
         return max(LEAST_WATCHED, min(2 * num_blocks, MOST_WATCHED))
 
     def _device_slots_outside(self) -> list[DeviceSlot]:
-        """Every allocated device slot that is not the tree's."""
+        """Return every allocated device slot that the tree does not own."""
         return [*self._requests.own_slots(), *self._lent, *self._loads.slots(CacheLevel.DEVICE)]
 
     def _num_device_slots_outside(self) -> int:

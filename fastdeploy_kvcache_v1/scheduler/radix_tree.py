@@ -1,12 +1,10 @@
-"""RadixTree: every cached block of every tier, found by prefix.
+"""RadixTree: finds cached blocks of both tiers by prefix.
 
-Structure: runs of blocks (see `run.py`) below an empty root. A block is reachable only through all its ancestors, so
-prefix closure (DESIGN 4.2) holds by construction; on the device tier it holds because eviction takes leaves first and
-because requests pin whole paths. Cost of every operation: O(runs touched + blocks named), independent of cache size and
-of the length of runs.
+The tree has runs of blocks (see `run.py`) below an empty root. A block is reachable only through all its ancestors. On
+the device prefix closure holds because eviction takes leaves first and requests pin whole paths. Every operation costs
+O(runs touched + blocks named), independent of the size of the cache and of the length of runs.
 
-The tree is the shape; what is in which tier is `Residency`'s. It decides nothing: which block to evict next, and what
-to copy, is for the policies to say.
+The tree is the shape alone: `Residency` knows the tiers, and the policies decide about evictions and copies.
 """
 
 from __future__ import annotations
@@ -23,18 +21,16 @@ NONE_ABOVE: Stretch = (0, 0)
 
 
 class RadixTree:
-    """The prefix tree over the device and the host tier."""
-
     def __init__(self, residency: Residency) -> None:
         self.root = Run([], 0, 0)
         self._residency = residency
         self._ruins: list[dict[BlockHash, Run]] = []
-        """Children of forgotten runs, to be taken apart by `sweep`."""
+        """Children of forgotten runs, which `sweep` frees."""
 
     # ---- finding and pinning
 
     def match(self, hashes: Sequence[BlockHash], limit: int) -> list[Run]:
-        """Pin the longest cached prefix of `hashes[:limit]`; returns its runs in prompt order."""
+        """Pin the longest cached prefix of `hashes[:limit]`. Returns its runs in prompt order."""
         run, taken = self._find(hashes, limit)
         path = (run if taken == run.length else self.split(run, taken)).path()
         for run in path:
@@ -42,14 +38,14 @@ class RadixTree:
         return path
 
     def look(self, hashes: Sequence[BlockHash], limit: int | None = None) -> list[tuple[Run, int]]:
-        """The longest cached prefix of `hashes[:limit]`: its runs in prompt order, with how many of their blocks belong
-        to it. Pins nothing. On the device are the first ones: a run below one that is not there is not there either.
+        """Find the longest cached prefix of `hashes[:limit]` without pinning it. Returns its runs in prompt order, each
+        with the number of its blocks that belong to the prefix. Runs on the device come first.
         """
         leaf, taken = self._find(hashes, len(hashes) if limit is None else limit)
         return [(run, taken if run is leaf else run.length) for run in leaf.path()]
 
     def release(self, leaf: Run, *, touch: bool) -> None:
-        """Drop one pin of the path to `leaf`, leaf first and root last. `touch`: it counts as used."""
+        """Drop one pin of the path to `leaf`, leaf first. `touch`: the path counts as used."""
         run = leaf
         while run.parent is not None:
             self._residency.unpin(run)
@@ -60,8 +56,7 @@ class RadixTree:
 
     def mark(self, leaf: Run, end: int, stretches: Sequence[Stretch], now: int) -> None:
         """Record that the path to the pinned `leaf` (`end` blocks) was last used at `now`. `stretches` gives the use
-        class of its blocks, deepest first. New runs are cut where the class changes; blocks of older runs were used
-        alike.
+        class of its blocks, deepest first. New runs are cut where the class changes. An older run has one class.
         """
         run, index, stretches = leaf, 0, (*stretches, NONE_ABOVE)
         while (parent := run.parent) is not None:
@@ -75,7 +70,7 @@ class RadixTree:
                     begin, parent = depth, self.split(run, depth - begin)
             elif depth > begin:
                 run.use_class = use_class
-            elif index:  # no watched block in it: used at least as often as the next one below
+            elif index:  # it has no watched block: used at least as often as the run below
                 run.use_class = stretches[index - 1][1]
             run.last_use = now
             run, end = parent, begin
@@ -87,12 +82,12 @@ class RadixTree:
     ) -> tuple[list[Run], list[int]]:
         """Cache computed blocks below the pinned `leaf` for the request that pins it.
 
-        Returns the runs that hold these blocks, pinned, the last of them the request's new leaf, and which of `slots`,
-        by their index, were not taken because another request uses the block in the slot that it has on the device, or
-        a copy is planned from or to there: they stay the caller's. Where nobody does, `slots` take the place of that
-        one: else a request that reads nothing, alone in a pool of less than twice its length, would never end.
+        Returns the pinned runs that hold these blocks, the last of them the request's new leaf, and the indices of
+        duplicates among `slots`, which stay the caller's. A block is a duplicate if its cached copy on the device has
+        another user or an open copy. Otherwise the new slot replaces the cached one. Without that, a request that does
+        not read, alone in a pool of less than twice its length, would never end.
         """
-        if leaf.fits_parent():  # where a pinned run is queued does not matter: its release will touch it
+        if leaf.fits_parent():  # the order of a pinned run does not matter: its release touches it
             self._residency.join(leaf)
         runs: list[Run] = []
         duplicates: list[int] = []
@@ -100,7 +95,7 @@ class RadixTree:
         while done < len(hashes):
             child = leaf.children.get(hashes[done])
             if child is None:
-                rest = (hashes[done:], slots[done:]) if done else (hashes, slots)  # mostly all: no copies
+                rest = (hashes[done:], slots[done:]) if done else (hashes, slots)  # usually all: avoids copies
                 runs.append(self._append(leaf, *rest))
                 return runs, duplicates
             taken = child.common_blocks(hashes, done, min(child.length, len(hashes) - done))
@@ -115,11 +110,10 @@ class RadixTree:
         return runs, duplicates
 
     def graft(self, hashes: Sequence[BlockHash], end: int, slots: Sequence[Any], level: CacheLevel) -> int:
-        """Cache blocks from outside: the last of `hashes[:end]`, as many as `slots` of tier `level`. No request uses
-        them. O(slots) and O(runs of the path).
+        """Cache loaded blocks, used by no request: the last `len(slots)` of `hashes[:end]`, in `slots` of tier `level`.
 
-        Returns for how many of them, the last ones, the slots were taken. The others are cached already; none is taken
-        if the blocks before them are not cached, or, for the device tier, not on the device.
+        Returns how many of the last slots were taken; the blocks of the others are cached already. The result is 0 if
+        the blocks before them are not cached, or not on the device for the device tier. O(slots + runs of the path).
         """
         run, taken = self._find(hashes, end)
         known = sum(above.length for above in run.path()) - run.length + taken
@@ -130,18 +124,18 @@ class RadixTree:
         if taken < run.length:
             run = self.split(run, taken)
         if run.children.get(hashes[known]) is not None:
-            return 0  # on its way to the host: it cannot be found yet, but it is cached
+            return 0  # cached: an open copy brings it to the host, so it cannot be found yet
         added = Run.of(hashes[known:end], slots[-num_new:], level)
         run.add_child(added)
         self._residency.add(added)
         if added.fits_parent():
-            self._residency.join(added)  # it could not have left before these blocks anyway
+            self._residency.join(added)  # the parent could not have left before these blocks anyway
         return num_new
 
     # ---- taking blocks away
 
     def detach(self, top: Run) -> list[Run]:
-        """Make `top` and everything below it unfindable; slots come back as soon as no request uses them."""
+        """Make `top` and all runs below it unfindable. Slots are freed as soon as no request uses them."""
         assert top.parent is not None and not top.detached, "only attached runs can be detached"
         top.leave_parent()
         self._residency.unblock(top.parent)
@@ -153,7 +147,7 @@ class RadixTree:
     def detach_all(
         self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
     ) -> None:
-        """Make everything unfindable, as `Residency.detach_all`; what nobody uses is left to `sweep`."""
+        """Make all runs unfindable, see `Residency.detach_all`. `sweep` frees the unused ones."""
         self._ruins.append(self.root.drop_children())
         kept = self._residency.detach_all(in_use, other_device, other_host)
         for run in kept:
@@ -163,7 +157,7 @@ class RadixTree:
                 run.parent.add_child(run)
 
     def sweep(self, most: int) -> None:
-        """Take apart at most `most` forgotten runs, which refer to each other."""
+        """Unlink at most `most` forgotten runs, which refer to each other."""
         while self._ruins and most > 0:
             family = self._ruins[-1]
             if not family:
@@ -171,27 +165,27 @@ class RadixTree:
                 continue
             _, run = family.popitem()
             most -= 1
-            if not run.detached:  # a run in use has been cared for
+            if not run.detached:  # `detach_all` has handled runs in use
                 self._ruins.append(run.drop_children())
                 run.drop_links()
 
     # ---- cutting and joining runs
 
     def split(self, run: Run, count: int) -> Run:
-        """Cut after `count` blocks. `run` keeps its identity as the lower part; returns the new upper part."""
+        """Cut after `count` blocks: `run` becomes the lower part. Returns the new upper part."""
         head = run.cut(count)
         self._residency.split(head, run)
         return head
 
     def tail(self, run: Run, most: int) -> Run:
-        """The last blocks of `run`, at most `most`, which are `run` from now on: those before are cut off."""
+        """Cut `run` to its last `most` blocks, if it has more, and return it."""
         if run.length > most:
             self.split(run, run.length - most)
         return run
 
     def _append(self, leaf: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Run:
-        """New blocks below `leaf`: in place if they share its fate, else as a child."""
-        is_as_new = leaf.last_use < 0  # what earlier requests have used is of another class than these blocks
+        """Add new blocks below `leaf`: to the run itself if they share its state, else as a child."""
+        is_as_new = leaf.last_use < 0  # a run that earlier requests used has another class than new blocks
         shares_fate = leaf.pins == 1 and not leaf.hits and leaf.host is None and is_as_new
         if shares_fate and not leaf.children and leaf.ends_its_cells:
             self._residency.extend_device(leaf, hashes, slots)
@@ -202,7 +196,7 @@ class RadixTree:
         return run
 
     def _undo_splits(self, leaf: Run) -> None:
-        """Merge the runs of a released path whose sides share one fate again, neighbours in every tier's order."""
+        """Join the runs of a released path that share one state again and are neighbours in every tier's order."""
         run = next(iter(leaf.children.values())) if len(leaf.children) == 1 else leaf
         while run.parent is not None:
             if run.fits_parent() and run.is_queued_next_to_parent():
@@ -215,7 +209,7 @@ class RadixTree:
         while position < limit:
             child = run.children.get(hashes[position])
             if child is None or (not child.on_device and child.open is not None):
-                break  # not cached, or on its way to the host since this very step
+                break  # not cached, or only reachable once its open copy to the host is handed over
             taken = child.common_blocks(hashes, position, min(child.length, limit - position))
             if taken < child.length:
                 return child, taken
@@ -225,7 +219,7 @@ class RadixTree:
     # ---- looking
 
     def runs(self) -> Iterator[Run]:
-        """Every findable run, parents before children; O(cache)."""
+        """Yield every findable run, parents before children. O(cache)."""
         subtree = self.root.subtree()
         next(subtree)
         return subtree

@@ -14,48 +14,47 @@ from .run import Run
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """A request's block table is the device slots of its cached prefix, which the tree holds, and its own slots."""
+    """One request. Its block table is the device slots of its cached prefix, owned by the tree, then its own slots."""
 
     request_id: str
     sequence: BlockHashes
     leaf: Run
-    """Last cached run of its prefix; the path to it is pinned by this request."""
+    """Last run of its cached prefix. The request pins the path to it."""
     num_cached: int
-    """Leading blocks of its table that the tree knows."""
+    """Number of leading blocks of its table that the tree holds."""
     writes: bool
-    """What it computes is to be cached; not after a reset of the cache that it goes on from."""
+    """True if its blocks are to be cached. A reset of the cache makes it False."""
     resumed: bool
-    """It ran before and was preempted."""
+    """True if it ran before and was preempted."""
     step: int = -1
-    """The scheduling step of its last allocation."""
+    """Scheduling step of its last allocation."""
     num_tokens: int = 0
-    """Tokens it has been allocated for."""
+    """Tokens that its block table was allocated for."""
     num_closed_tokens: int = 0
-    """Tokens among them that a step before `step` allocated."""
+    """Tokens of these that a step before `step` allocated."""
     tail: list[DeviceSlot] = field(default_factory=list)
-    """Own slots of the blocks behind the cached ones."""
+    """Own slots behind the cached blocks."""
     duplicates: dict[int, DeviceSlot] = field(default_factory=dict)
-    """Own slots among the first `num_cached`, by block: the tree holds another copy of those blocks."""
+    """Own slots by block index among the first `num_cached`: the tree holds another copy of these blocks."""
     admitted: bool = False
     has_committed: bool = False
     num_host_tokens: int = 0
-    """Of its cached ones when it was admitted, those that came from the host."""
+    """Cached tokens that came from the host when it was admitted."""
     num_query_tokens: int = 0
     watched: Sequence[Group] = ()
-    """Of its blocks, what `ReuseHistory` knew when it was admitted."""
+    """Its groups in `ReuseHistory` when it was admitted."""
 
     @property
     def may_cache(self) -> bool:
-        """What is computed on top of blocks that were reset or lost is never to be found."""
+        """False if its prefix was reset or lost: blocks on top of it must never be found."""
         return self.writes and not self.leaf.detached
 
     @property
     def num_blocks(self) -> int:
-        """Length of its block table."""
         return self.num_cached + len(self.tail) if self.admitted else 0
 
     def block_table(self) -> list[DeviceSlot]:
-        """A new list. O(its blocks)."""
+        """Build a new list. O(its blocks)."""
         if not self.admitted:
             return []
         table: list[DeviceSlot] = []
@@ -69,20 +68,20 @@ class RequestState:
         return [*self.tail, *self.duplicates.values()]
 
     def grow(self, slots: Sequence[DeviceSlot], num_tokens: int, step: int) -> None:
-        """With `slots` its table holds `num_tokens` tokens; they were allocated in `step`."""
+        """Append `slots`, allocated in `step`, so that the table holds `num_tokens` tokens."""
         self.tail += slots
         if self.step != step:
             self.step, self.num_closed_tokens = step, self.num_tokens
         self.num_tokens = max(self.num_tokens, num_tokens)
 
     def adopt(self, slots: Sequence[DeviceSlot], block_size: int) -> None:
-        """Its table goes on with `slots`; the caller, who owned them, knows when all their tokens can be computed."""
+        """Append `slots` that the caller owned. The caller decides when their tokens can be committed."""
         self.tail += slots
         self.num_tokens = max(self.num_tokens, self.num_blocks * block_size)
 
     def cache(self, runs: Sequence[Run], slots: Sequence[DeviceSlot], duplicates: Sequence[int]) -> None:
-        """The tree holds the blocks of `slots`, the first ones behind the cached ones, in `runs` now: in other slots
-        where the index is in `duplicates`.
+        """Record that the tree holds the blocks of `slots`, the first ones of `tail`, in `runs` now. At indices in
+        `duplicates` it holds them in other slots.
         """
         del self.tail[: len(slots)]
         for index in duplicates:
@@ -92,11 +91,7 @@ class RequestState:
         self.has_committed = True
 
     def committable_blocks(self, num_computed_tokens: int, block_size: int, *, open_step: int) -> int:
-        """Full blocks among its first `num_computed_tokens` tokens, the newest token of the sequence never counted.
-
-        Raises `CacheStateError` for tokens that have no block, blocks that have no hash, and tokens that were allocated
-        in `open_step`, which cannot have been computed yet.
-        """
+        """Count the full blocks among its first `num_computed_tokens` tokens. Raises as `CacheManager.commit` does."""
         num_blocks = min(num_computed_tokens, self.sequence.num_tokens - 1) // block_size
         if self.step == open_step and num_computed_tokens > self.num_closed_tokens:
             raise CacheStateError(f"request {self.request_id}: committed before take_swap_step closed its step")
@@ -109,12 +104,12 @@ class RequestState:
         return num_blocks
 
     def check(self, path: Sequence[Run]) -> None:
-        """Raises `InvariantError` unless `path` is the cached prefix, and on the device once it is admitted."""
+        """Raise `InvariantError` unless `path` is the cached prefix, on the device if the request is admitted."""
         num_blocks = sum(run.length for run in path)
         expect(num_blocks == self.num_cached, f"manager: {self.request_id} miscounts its cached blocks")
         if not self.admitted:
             expect(not self.own_slots(), f"manager: {self.request_id} has a block table before it was admitted")
             return
-        expect(all(run.on_device for run in path), f"manager: {self.request_id} reads blocks that are not there")
+        expect(all(run.on_device for run in path), f"manager: {self.request_id} reads blocks off the device")
         inside = all(0 <= index < self.num_cached for index in self.duplicates)
         expect(inside, f"manager: {self.request_id} owns slots of blocks that it does not have")

@@ -1,6 +1,6 @@
 """RequestTable: the requests of the cache manager, the slots they own and the cached paths they pin.
 
-The contract of each step of a request's life stands on `CacheManager`.
+The contract of each method of a request's life is in the docstring of `CacheManager`'s method.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tiering import Tiering
 
 
 class RequestTable:
-    """Requests by their id. A slot of a block table belongs to the request until the tree takes the block."""
+    """Requests by id. A request owns the slots of its block table until the tree takes the block."""
 
     def __init__(
         self,
@@ -40,7 +40,6 @@ class RequestTable:
         counters: Counters,
         history: ReuseHistory | None,
     ) -> None:
-        """`history` is to be kept, if any."""
         self._block_size = config.block_size
         self._caching = config.enable_prefix_caching
         self._tree = tree
@@ -49,7 +48,7 @@ class RequestTable:
         self._history = history
         self._requests: dict[str, RequestState] = {}
         self._admitted: dict[str, RequestState] = {}
-        """By this step: they may be rolled back, and count when it is taken or when they end."""
+        """Admitted in the open step: counted when it is taken or when they end, unless they are rolled back."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -122,7 +121,6 @@ class RequestTable:
         return request.sequence.hashes[request.num_cached : num_computed_tokens // self._block_size]
 
     def end(self, request_id: str) -> None:
-        """Its own slots are free again; its path is pinned once less, and the most recently used one."""
         request = self[request_id]
         if self._admitted.pop(request_id, None) is not None:
             self._count(request)
@@ -134,7 +132,7 @@ class RequestTable:
             raise CacheStateError(f"request {request_id} has computed blocks: finish or preempt it instead")
         if request.admitted:
             self._counters.requests_rolled_back += 1
-            if self._admitted.pop(request_id, None) is None:  # its step is taken: it counts nevertheless
+            if self._admitted.pop(request_id, None) is None:  # its step is taken, so it counts
                 self.end(request_id)
                 return
         self._remove(request, touch=False)
@@ -150,10 +148,10 @@ class RequestTable:
     # ---- all requests
 
     def count_admitted(self) -> None:
-        """The step that is being decided is complete: what it admits is served from the cache.
+        """Count the requests that the open step admits, and their hits.
 
-        Requests that resume find their own work again, which says nothing about what others will look for; those that
-        read nothing look for nothing. What a reset or a failed copy made unfindable meanwhile is not hit any more.
+        No hits are counted for requests that resume (they find their own work) or do not read. Nor are hits of a prefix
+        that a reset or a failed copy has removed since.
         """
         for request in self._admitted.values():
             self._count(request)
@@ -175,7 +173,7 @@ class RequestTable:
         counters.host_hit_tokens += request.num_host_tokens
 
     def drop_lost(self, lost: Set[Run]) -> list[str]:
-        """Admitted requests that use a run of `lost`; matches that were not admitted yet simply become empty."""
+        """Return the admitted requests that use a run of `lost`. Matches not admitted yet become empty instead."""
         affected = []
         for request_id, request in self._requests.items():
             if request.leaf not in lost:
@@ -191,8 +189,10 @@ class RequestTable:
             self.end(request_id)
 
     def forget_matches(self) -> list[Run]:
-        """The cache is to be emptied: admitted requests go on with what they have, the runs that are returned."""
-        for request in self._requests.values():  # first: what those that wait let go may be joined
+        """Prepare a reset: matches not admitted yet become empty, admitted requests stop writing. Returns the runs that
+        admitted requests use.
+        """
+        for request in self._requests.values():  # before listing runs, because releasing a match may join them
             if request.admitted:
                 request.writes = False
             else:
@@ -214,14 +214,14 @@ class RequestTable:
         return sum(len(request.tail) + len(request.duplicates) for request in self._requests.values())
 
     def check(self, runs: Sequence[Run]) -> None:
-        """Raises `InvariantError` unless every pin of `runs`, all there are, is a request's; O(cache)."""
+        """Raise `InvariantError` unless every pin of `runs`, which must be all runs, is a request's. O(cache)."""
         paths = {request_id: request.leaf.path() for request_id, request in self._requests.items()}
         pins = Counter(run for path in paths.values() for run in path)
         for run in runs:
             expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
         for request_id, request in self._requests.items():
             request.check(paths[request_id])
-        expect(self._requests.keys() >= self._admitted.keys(), "manager: a request lives on")
+        expect(self._requests.keys() >= self._admitted.keys(), "manager: an ended request is still listed as admitted")
 
     def check_none(self) -> None:
         expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")

@@ -1,8 +1,8 @@
-"""Residency: which runs are in which tier, which of them may leave it, and which copies are open.
+"""Residency: which runs are in which tier, which of them can be evicted, and which copies are open.
 
-It owns the slots of cached blocks and gives them back to their pools, counts what could be evicted, and tells the
-event log. It knows single runs, not the shape of the tree, and decides nothing. Every method costs O(1) plus the blocks
-it copies or names, unless it says otherwise.
+It owns the slots of cached blocks, frees them, counts evictable blocks and writes the event log. It sees single runs,
+not the tree, and decides nothing. A method costs O(1) plus O(blocks copied or named) unless its docstring says
+otherwise.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from .run import DEVICE, HOST, HostCopy, Run, RunQueue
 
 
 class Residency:
-    """A run that can leave a tier is in the order of that tier (see `EvictionOrder`).
+    """Keeps each run that can leave a tier in the order of that tier (see `EvictionOrder`).
 
-    One that cannot may be taken out when it gets in the way, and comes back when that changes: a run in use when its
-    last user leaves, one that waits for the runs below it when the last of them has left the tier, one with an open
-    copy when the step is taken. What the waiting line will hit leaves after everything else: its worth is known, not
-    guessed.
+    A run that cannot leave yet is removed from the order when a search meets it. It is put back when the reason ends:
+    its last user leaves, the runs below it are gone, or its copy's step is taken. Runs that waiting requests will hit
+    leave last.
     """
 
     def __init__(
@@ -43,13 +42,13 @@ class Residency:
         self.host_order = host_order
         self.host_duplicates = host_duplicates
         self._deferred = RunQueue()
-        """Host copies that a search met while a copy of the open step fills or reads them."""
+        """Host copies that a search met while an open copy filled or read them."""
         self._held = RunQueue()
-        """Host copies that a search met while a store reads their last slot: without it they make no room."""
+        """Host copies that a search met while a store read their last slot: evicting them makes no room."""
         self._expected = RunQueue(), RunQueue()
-        """What the waiting line needs of the device and of the host, the farthest need first."""
+        """Places on the device and on the host that waiting requests will hit, the last one needed first."""
         self.num_device_evictable = 0
-        """Blocks that device eviction can free at once; exact."""
+        """Exact number of blocks that device eviction can free at once."""
         self._events = events
         self._open: dict[Run, None] = {}
         self._detached: dict[Run, None] = {}
@@ -57,15 +56,12 @@ class Residency:
     # ---- use
 
     def pin(self, run: Run) -> None:
-        """One more request uses it."""
         if not run.pins and run.on_device:
             self.num_device_evictable -= run.length
         run.pins += 1
 
     def unpin(self, run: Run) -> None:
-        """One request uses it no longer. A swap-in that no request waits for any more is cancelled, unless blocks below
-        it are on the device.
-        """
+        """Drop one pin. The last one cancels an open swap-in, unless blocks below the run are on the device."""
         run.pins -= 1
         if run.pins:
             return
@@ -83,7 +79,7 @@ class Residency:
             self._use_host(host)
 
     def touch(self, run: Run) -> None:
-        """A request that used it has ended."""
+        """Record that a request that used `run` has ended."""
         if run.detached:
             return
         if run.on_device:
@@ -96,7 +92,9 @@ class Residency:
             self.host_order.use(host)
 
     def expect(self, paths: Sequence[Sequence[Run]]) -> None:
-        """Requests wait that will use the runs of `paths`, each in prompt order, the next one first; no others."""
+        """Make the runs of `paths` leave last, and no others: the paths of waiting requests, the next one first, each
+        in prompt order.
+        """
         on_device, on_host = self._expected
         for queue, order in ((on_device, self.device_order), (on_host, self.host_order)):
             for place in queue.drain():
@@ -111,7 +109,7 @@ class Residency:
     # ---- slots
 
     def add(self, run: Run, *, pins: int = 0) -> None:
-        """`run`, in one tier and used by `pins` requests, has just been added to the tree."""
+        """Register `run`, which was just added to the tree, is in one tier and is used by `pins` requests."""
         run.pins = pins
         if not pins and run.on_device:
             self.num_device_evictable += run.length
@@ -121,9 +119,9 @@ class Residency:
         self._events.stored(CacheLevel.DEVICE if run.on_device else CacheLevel.HOST, run)
 
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
-        """The pinned `run`, whose bytes are in `slots`, is on the device there from now on. Slots it had are free."""
+        """Put the pinned `run` on the device in `slots`, which hold its bytes. Device slots that it had are freed."""
         if run.on_device:
-            assert run.open is None, "what a planned copy reads or fills stays where it is"
+            assert run.open is None, "slots of an open copy must not change"
             self.device_pool.free(run.change_device_slots(slots))
         else:
             run.enter_device(slots)
@@ -136,20 +134,20 @@ class Residency:
         run.extend(hashes, slots)
 
     def drop_device(self, run: Run) -> None:
-        """Give up the device copy of an unpinned run that keeps its host copy."""
+        """Free the device slots of an unpinned run that keeps its host copy."""
         assert run.host is not None and not run.pins, "only unpinned runs with a host copy may leave the device"
         self.num_device_evictable -= run.length
         self._events.removed(CacheLevel.DEVICE, run)
         self._take_device(run)
 
     def drop_host(self, run: Run) -> None:
-        """Give up the host copy of a run that stays on the device."""
+        """Free the host slots of a run that stays on the device."""
         assert run.on_device and run.open is None, "only runs that stay on the device may lose their host copy"
         self._events.removed(CacheLevel.HOST, run)
         self._take_host(run)
 
     def detach(self, run: Run) -> None:
-        """It can no longer be found; its slots come back as soon as no request uses them."""
+        """Register that `run` was removed from the tree. Its slots are freed as soon as no request uses them."""
         if run.on_device:
             if not run.pins:
                 self.num_device_evictable -= run.length
@@ -165,10 +163,10 @@ class Residency:
     def detach_all(
         self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
     ) -> list[Run]:
-        """Nothing can be found any more. Runs `in_use`, which are all that are pinned, keep their slots, and host slots
-        wait for their open copy; returns these runs. The rest is for the caller to forget.
+        """Register that the tree was emptied. Returns the runs that keep slots; the caller must drop all others.
 
-        The other slots are owned outside the tree. O(runs in use + size of the pools).
+        `in_use`, which must be all pinned runs, keep all slots. Runs with an open swap-out keep their host slots.
+        `other_device` and `other_host` are owned outside the tree. O(runs in use + size of the pools).
         """
         kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
         for run in kept:
@@ -193,7 +191,7 @@ class Residency:
     # ---- the search for victims
 
     def next_device_victim(self) -> Run | None:
-        """The run that is to leave the device next; None if none can. What cannot is out of the way now."""
+        """Return the run to evict from the device next, or None. Removes runs that cannot leave yet from the order."""
         for run in chain(self.device_order.candidates(), self._expected[0]):
             if not run.pins and not run.num_device_children:
                 return run
@@ -201,8 +199,8 @@ class Residency:
         return None
 
     def next_to_leave(self) -> Iterator[Run]:
-        """Device runs in the order in which they will leave if nothing uses them. One in use is out of the way now. The
-        caller may cut the run just yielded, and take host slots from others.
+        """Yield device runs in eviction order, as if none were used again. Removes pinned runs from the order. The
+        caller may cut the run just yielded, and evict host copies.
         """
         for run in chain(self.device_order.candidates(), self._expected[0]):
             if run.pins:
@@ -211,13 +209,13 @@ class Residency:
                 yield run
 
     def next_host_victim(self, *, is_lost: bool = False) -> Run | None:
-        """The run whose host copy is to go next; None if no copy can go. What cannot is out of the way now. `is_lost`:
-        the next one that is lost with it, as if no copy could be spared.
+        """Return the run to evict from the host next, or None. Removes runs that cannot leave yet from the order.
+
+        `is_lost`: skip duplicates, so that the result is the next run whose content would be lost.
         """
-        host_duplicates = self.host_duplicates.youngest_first() if self.host_duplicates.may_be and not is_lost else ()
-        return next(
-            filter(self._is_host_victim, chain(host_duplicates, self.host_order.candidates(), self._expected[1])), None
-        )
+        duplicates = self.host_duplicates.youngest_first() if self.host_duplicates.may_be and not is_lost else ()
+        candidates = chain(duplicates, self.host_order.candidates(), self._expected[1])
+        return next(filter(self._is_host_victim, candidates), None)
 
     def _is_host_victim(self, run: Run) -> bool:
         host = run.host
@@ -233,19 +231,19 @@ class Residency:
         return False
 
     def num_loose(self, run: Run, most: int) -> int:
-        """How many of its last blocks, at most `most`, have host slots that no store reads. O(`most`)."""
+        """Count its last blocks, at most `most`, whose host slots no store reads. O(most)."""
         if not self.host_pool.num_held:
             return min(most, run.length)
         last = reversed(run.slots(HOST, max(run.start, run.end - most), run.end))
         return sum(1 for _ in takewhile(lambda slot: not self.host_pool.is_held(slot), last))
 
     def host_store_ended(self) -> None:
-        """What it read may leave the host again, before all others."""
+        """Let the runs that a store held leave the host again, before all others."""
         for place in self._held.drain(youngest_first=True):
             self.host_order.enter(place, first=True)
 
     def unblock(self, run: Run) -> None:
-        """Perhaps `run` waited for what is over: runs below it in one of its tiers."""
+        """Put `run` back into the orders if it only waited for runs below it, which may be gone now."""
         if run.pins or run.detached:
             return
         if run.on_device and not run.is_queued and not run.num_device_children:
@@ -258,7 +256,7 @@ class Residency:
     # ---- cutting and joining
 
     def split(self, head: Run, run: Run) -> None:
-        """`head` was cut from `run`, and is in its tiers."""
+        """Register `head`, which was cut from `run`: it is in the same tiers."""
         if run.is_queued:  # lower blocks leave first, and parts that stay neighbours can be joined
             head.enter_after(run)
         if run.host is not None:
@@ -270,7 +268,7 @@ class Residency:
             self._open[head] = None
 
     def join(self, run: Run) -> None:
-        """`run` takes over its parent; the parent's places go."""
+        """Join `run` with its parent. The parent's places in the orders are dropped."""
         parent = run.parent
         assert parent is not None
         parent.leave_queue()
@@ -278,7 +276,7 @@ class Residency:
             parent.host.leave_queue()
         run.take_over_parent()
 
-    # ---- copies that the worker has not been told of
+    # ---- open copies: the worker does not know of them yet
 
     def start_swap_in(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         """Open the copy of a pinned host run into device `slots`."""
@@ -287,7 +285,9 @@ class Residency:
         run.enter_device(slots)
 
     def start_swap_out(self, run: Run, slots: Sequence[HostSlot]) -> None:
-        """Open the copy of a device run into host `slots`. The device side may go at once: evictions run first."""
+        """Open the copy of a device run into host `slots`. Its device slots may be reused at once: swap-outs run first
+        in a step.
+        """
         assert run.on_device and run.host is None and len(slots) == run.length, "one host slot per block"
         run.open = CacheLevel.HOST
         self._open[run] = None
@@ -299,8 +299,8 @@ class Residency:
         return [run for run in self._open if run.open is target]
 
     def close_copies(self) -> None:
-        """The worker is being told of every open copy: from here on, order guarantees what the tree says. (After a
-        forced reset it never will be, and all of it is forgotten.)
+        """Close all open copies: the step that has them is handed over, or was dropped by a forced reset. From now on
+        the order of steps makes the tree's state true.
         """
         for run in self._open:
             level, run.open = run.open, None
@@ -318,11 +318,10 @@ class Residency:
     # ---- looking
 
     def detached_runs(self) -> list[Run]:
-        """Runs that only wait for their last user."""
         return list(self._detached)
 
     def check(self, findable: Iterable[Run]) -> None:
-        """Raises `InvariantError` naming the first broken invariant, given the whole tree, parents first; O(cache)."""
+        """Raise `InvariantError` for the first broken invariant. `findable`: the whole tree, parents first. O(cache)."""
         runs = list(findable)
         check_runs(runs, self._detached.keys(), self._open.keys())
         sources = [slot for run in self.open_copies(CacheLevel.HOST) for slot in run.slots(DEVICE, run.start, run.end)]
@@ -332,14 +331,11 @@ class Residency:
         check_queue(self._device_queues(), {run: run for run in runs if run.on_device}, waiting, "device")
         waiting = {run for run in runs if run.children and not run.on_device}
         check_queue(self._host_queues(), {run: run.host for run in runs if run.host}, waiting, "host")
-        host_duplicates = {run for run in runs if run.host is not None and run.host.is_duplicate}
-        expect(
-            host_duplicates == set(self.host_duplicates), "the queue of host duplicates misses some, or holds others"
-        )
-        device = sum(run.length for run in runs if run.on_device and not run.pins)
-        expect(
-            device == self.num_device_evictable, f"{device} device blocks evictable, not {self.num_device_evictable}"
-        )
+        duplicates = {run for run in runs if run.host is not None and run.host.is_duplicate}
+        expect(duplicates == set(self.host_duplicates), "the queue of host duplicates differs from the marked copies")
+        num_evictable = sum(run.length for run in runs if run.on_device and not run.pins)
+        counted = self.num_device_evictable
+        expect(num_evictable == counted, f"{num_evictable} device blocks are evictable, {counted} are counted")
 
     def _device_queues(self) -> list[RunQueue]:
         return [*self.device_order.queues, self._expected[0]]
@@ -350,7 +346,7 @@ class Residency:
     # ---- inside
 
     def _take_device(self, run: Run) -> None:
-        """Its swap-in is cancelled, if the worker does not know of it yet."""
+        """Free the device slots of `run` and cancel its open swap-in."""
         if run.open is CacheLevel.DEVICE:
             run.open = None
             del self._open[run]
@@ -368,7 +364,7 @@ class Residency:
         run.host = None
 
     def _free_if_unused(self, run: Run) -> None:
-        """Slots of a detached run go back once no request uses them; host slots also wait for an open copy out."""
+        """Free the slots of a detached run, unless a request uses it; host slots also wait for an open swap-out."""
         if run.pins:
             return
         if run.on_device:

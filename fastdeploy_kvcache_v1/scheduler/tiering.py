@@ -1,7 +1,4 @@
-"""Tiering: room in a tier, copies to the host and back, as the policies want them.
-
-Collects the copies of the scheduling step that is being decided.
-"""
+"""Tiering: makes room in a tier, decides the copies between the tiers by the policies, and collects them in a step."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ from .run import DEVICE, Run
 
 
 class Tiering:
-    """Makes room in a tier, backs blocks up to the host, and batches the copies of a step."""
-
     def __init__(
         self, policy: BackupPolicy, tree: RadixTree, residency: Residency, lookahead: Lookahead, counters: Counters
     ) -> None:
@@ -41,10 +36,10 @@ class Tiering:
         self._lookahead = lookahead
         self._counters = counters
         self.step = 0
-        """Number of the step that is being decided."""
+        """Number of the open step, whose copies are being decided."""
         self.told = CopiesByStep()
         self._evicted_before = 0
-        """Blocks that had left the device when the last step was taken."""
+        """Value of `device_evicted_blocks` when the last step was taken."""
 
     # ---- device slots
 
@@ -52,17 +47,17 @@ class Tiering:
     def num_available_device(self) -> int:
         """Device slots that `allocate_device` can hand out."""
         pool = self._residency.device_pool
-        # What is held may be cached: evicting it then makes no room.
+        # Evicting a cached block makes no room while a store holds its slot.
         return pool.num_free + max(0, self._residency.num_device_evictable - pool.num_held)
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that the tiers hold, or could hold, beside those in use; host copies of blocks in use count, too."""
+        """Blocks not in use that the tiers can hold. Host copies of blocks in use count too."""
         device, host = self.num_available_device, self._residency.host_pool.size
         return device + host if self._residency.host_duplicates.are_wanted else max(device, host)
 
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
-        """`count` slots, evicting cached blocks where they are short. `NoSpace` changes nothing."""
+        """Take `count` slots, evicting cached blocks to make room. `NoSpace` changes nothing."""
         pool = self._residency.device_pool
         if count <= pool.num_free:
             return pool.allocate(count)
@@ -77,7 +72,7 @@ class Tiering:
         return pool.allocate(count)
 
     def swap_in(self, path: Sequence[Run], slots: Sequence[DeviceSlot]) -> None:
-        """Plan the copies that bring the blocks of the pinned `path` to the device that are not there yet."""
+        """Open a swap-in into `slots` for the runs of the pinned `path` that are not on the device."""
         used = 0
         for run in path:
             if not run.on_device:
@@ -88,7 +83,7 @@ class Tiering:
     # ---- slots of either tier for blocks from outside
 
     def allocate_up_to(self, count: int, level: CacheLevel) -> list[Any]:
-        """`count` slots, evicting cached blocks where they are short, or as many as there is room for."""
+        """Take `count` slots, or as many as there is room for, evicting cached blocks."""
         if level is CacheLevel.HOST:
             return self._residency.host_pool.allocate(self._make_host_room(count))
         slots = self.allocate_device(min(count, self.num_available_device))
@@ -96,43 +91,43 @@ class Tiering:
         return slots
 
     def free(self, slots: Sequence[Any], level: CacheLevel) -> None:
-        """Slots outside the tree are free again."""
+        """Free slots of tier `level` that the tree does not own."""
         (self._residency.host_pool if level is CacheLevel.HOST else self._residency.device_pool).free(slots)
 
     # ---- backups
 
     def hit(self, leaf: Run) -> None:
-        """The blocks of the pinned path to `leaf`, if any, all on the device, have served one more request."""
+        """Count one more hit of the pinned path to `leaf`, which is on the device, and back up what the policy wants."""
         after = self._policy.copied_after_hits
         if after is None:
             return
         run = leaf
-        while run.parent is not None and run.hits < after:  # then those above have had as many
+        while run.parent is not None and run.hits < after:  # runs above have at least as many hits
             run.hits += 1
             run = run.parent
         self._counters.backup_skipped_blocks += self._back_up([run for run in leaf.path() if run.hits >= after])
 
     def back_up_completed(self, runs: Sequence[Run], num_new: int) -> None:
-        """The last `num_new` blocks of `runs`, in prompt order, have just been computed."""
+        """Back up `runs`, whose last `num_new` blocks have just been computed, if the policy copies new blocks."""
         if self._policy.copied_after_hits == 0:
             skipped = self._back_up(runs)
-            self._counters.backup_skipped_blocks += min(skipped, num_new)  # for older ones that was counted before
+            self._counters.backup_skipped_blocks += min(skipped, num_new)  # older blocks were counted before
 
     # ---- the step
 
     def last_step_with_copies(self, level: CacheLevel) -> int:
-        """Number of the last step, at most the open one, whose copies may use slots of tier `level` that are free now.
+        """Return the number of the last step whose copies may use slots of tier `level` that are free now.
 
-        Host slots that a copy of the open step uses are not free. Device slots that one reads may be.
+        Open copies can read free device slots, but never use free host slots.
         """
         is_read = level is CacheLevel.DEVICE and bool(self._residency.open_copies(CacheLevel.HOST))
         return self.step if is_read else self.step - 1
 
     def take_step(self) -> SwapStep:
-        """Hand over the copies decided since the last call; from now on they count as done, by order."""
-        step, self.step = self.step, self.step + 1  # what it computes can be committed from now on
+        """Hand over the copies decided since the last call. They count as done from now on: the worker keeps order."""
+        step, self.step = self.step, self.step + 1  # blocks that this step computes can be committed from now on
         self._back_up_ahead()
-        self._lookahead.expect(())  # a line that is not told anew is forgotten
+        self._lookahead.expect(())  # waiting requests must be named anew for each step
         evicted, read = self._residency.open_copies(CacheLevel.HOST), self._residency.open_copies(CacheLevel.DEVICE)
         copied = evicted + read
         if not copied:
@@ -147,8 +142,9 @@ class Tiering:
     # ---- administration
 
     def evict_above(self, size: int) -> None:
-        """Clear the device slots from `size` on of cached blocks, without copies; blocks below them go too. Raises as
-        `CacheManager.resize_device_pool`. O(cache).
+        """Evict cached blocks in device slots `size` and above, and blocks below them, without copies. O(cache).
+
+        Raises `PoolInUseError` as `CacheManager.resize_device_pool` does.
         """
         pool = self._residency.device_pool
         above = {slot for slot in pool.owned_slots() if slot >= size}
@@ -164,15 +160,15 @@ class Tiering:
                 "finish or preempt their requests, and complete their loads and stores, first"
             )
         for run in hit:
-            if run.on_device:  # else it has left with an earlier one
+            if run.on_device:  # else it has left with an earlier run
                 self._cut_before(run, run.device_slots, above)
                 for victim in reversed([below for below in run.subtree() if below.on_device]):
                     self._drop_device(victim)
 
     def forget_failed(self, result: CopyResult) -> set[Run]:
-        """Forget what is in the slots that `result` failed to fill, and the blocks below which are nowhere else.
+        """Forget the content of the slots that `result` failed to fill, and blocks below it that are in no other tier.
 
-        Returns the runs that can no longer be found; some may still be in use. Costs as `CacheManager.transfer_failed`.
+        Returns the runs that can no longer be found; some may be in use. Costs as `CacheManager.transfer_failed`.
         """
         failed = frozenset(result.target_slots)
         told = self.told.of(result.step)
@@ -192,7 +188,7 @@ class Tiering:
     # ---- inside
 
     def _lose(self, run: Run, slots: Sequence[int], failed: Set[int]) -> list[Run]:
-        """Forget `run` from the first of its `slots` in `failed` on; returns the runs that are gone."""
+        """Forget `run` from its first slot in `failed` on. Returns the runs that are gone."""
         if failed.isdisjoint(slots):
             return []
         if run.detached:
@@ -200,22 +196,22 @@ class Tiering:
         self._cut_before(run, slots, failed)
         return self._tree.detach(run)
 
-    def _cut_before(self, run: Run, slots: Sequence[int], those: Set[int]) -> None:
-        """`run` begins with the first of its `slots` in `those` now: what is before is cut off."""
-        first = next(index for index, slot in enumerate(slots) if slot in those)
+    def _cut_before(self, run: Run, slots: Sequence[int], marked: Set[int]) -> None:
+        """Cut `run` so that it begins with the first of its `slots` that is in `marked`."""
+        first = next(index for index, slot in enumerate(slots) if slot in marked)
         self._tree.tail(run, run.length - first)
 
     def _evict_device(self, run: Run) -> None:
-        """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
+        """Evict `run` from the device, after copying it to the host if the policy saves it."""
         if run.host is None and self._residency.host_pool.size and self._policy.saves_at_eviction:
             if self._is_declined(run):
                 self._counters.backup_declined_blocks += run.length
-            else:  # where there is room for a part, its upper part stays, and is the next victim
+            else:  # with room for a part only, the upper part is saved, stays on the device and is the next victim
                 self._counters.backup_skipped_blocks += self._back_up([run])
         self._drop_device(run)
 
     def _is_declined(self, run: Run) -> bool:
-        """Is `run` worth less than what would have to leave the host for it?"""
+        """True if `run` is worth less than the run that would have to leave the host for it."""
         if not self._policy.weighs or run.length <= self._residency.host_pool.num_free:
             return False
         victim, order = self._residency.next_host_victim(is_lost=True), self._residency.host_order
@@ -229,10 +225,10 @@ class Tiering:
             return
         self._counters.device_lost_blocks += run.length
         lost = self._tree.detach(run)
-        self._counters.host_evicted_blocks += sum(below.length for below in lost[1:])  # could not be found any more
+        self._counters.host_evicted_blocks += sum(below.length for below in lost[1:])  # unreachable without `run`
 
     def _back_up_ahead(self) -> None:
-        """Copy what will have to leave the device next."""
+        """Back up the blocks that will have to leave the device next."""
         device, host = self._residency.device_pool, self._residency.host_pool
         num_evicted = self._counters.device_evicted_blocks
         ahead = self._policy.blocks_ahead(num_evicted - self._evicted_before, device.size, host.size)
@@ -240,7 +236,7 @@ class Tiering:
         ahead -= device.num_free
         if ahead <= 0 or not host.size:
             return
-        self._lookahead.look()  # it would move places of the order that is walked
+        self._lookahead.look()  # before the walk, because it moves places of that order
         for run in self._residency.next_to_leave():
             if run.host is None and not self._is_declined(run):
                 self._back_up([self._tree.tail(run, ahead)])
@@ -249,8 +245,8 @@ class Tiering:
                 return
 
     def _back_up(self, runs: Sequence[Run]) -> int:
-        """Start copies of the blocks of `runs`, all on the device and in prompt order; returns for how many a host tier
-        had no room.
+        """Open copies of `runs`, all on the device and in prompt order. Returns how many blocks found no room; 0
+        without a host tier.
         """
         skipped = 0
         for run in runs:
@@ -263,8 +259,8 @@ class Tiering:
         return skipped if self._residency.host_pool.size else 0
 
     def _make_host_room(self, count: int) -> int:
-        """Evict from the host until `count` slots are free or nothing is left whose eviction makes room; returns how
-        many are.
+        """Evict from the host until `count` slots are free, or no eviction makes room. Returns how many are free, at
+        most `count`.
         """
         pool = self._residency.host_pool
         if count > pool.num_free:

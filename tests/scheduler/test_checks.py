@@ -60,11 +60,11 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     "waiting has a block table before it was admitted": lambda cache: waiting(cache).tail.append(
         request(cache).tail.pop()
     ),
-    "r reads blocks that are not there": lambda cache: cache._device_pool.free(leaf(cache).leave_device()),
+    "r reads blocks off the device": lambda cache: cache._device_pool.free(leaf(cache).leave_device()),
     "r owns slots of blocks that it does not have": lambda cache: request(cache).duplicates.update(
         {3: request(cache).tail.pop()}
     ),
-    "a request lives on": lambda cache: cache._requests._admitted.update(gone=request(cache)),
+    "an ended request is still listed as admitted": lambda cache: cache._requests._admitted.update(gone=request(cache)),
     "a run is pinned 3 times by 2 requests": lambda cache: setattr(top(cache), "pins", 3),
     # The slots
     "device pool: a slot has two owners": lambda cache: request(cache).tail.append(request(cache).tail[-1]),
@@ -113,8 +113,8 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     "the device queue misses runs": lambda cache: unused(cache).leave_queue(),
     "the host queue misses runs": lambda cache: host_copy(unused(cache)).leave_queue(),
     "a run is in another queue than that of the device tier": lambda cache: RunQueue().touch(top(cache)),
-    "the queue of host duplicates misses some": lambda cache: setattr(host_copy(unused(cache)), "is_duplicate", True),
-    "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
+    "the queue of host duplicates differs from the marked copies": lambda cache: setattr(host_copy(unused(cache)), "is_duplicate", True),
+    "1 device blocks are evictable, 9 are counted": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
     # Copies
     "open transfers and runs disagree": lambda cache: cache._residency._open.clear(),
     "an open copy reads a device slot outside the pool": lambda cache: leaf(cache).cells.__setitem__(DEVICE, 8),
