@@ -1,7 +1,7 @@
 """Block hashes: the names under which computed KV is found again.
 
 A block's hash is SHA-256 over its parent's digest, its token ids as 4-byte little-endian integers, and its extra keys.
-Equal hashes therefore mean an equal whole prefix, which is what lets the tree compare a run of blocks by its last hash.
+So equal hashes mean an equal whole prefix, and two runs of blocks are equal if their last hashes are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TOKEN_ID = 2**32 - 1
 MAX_NUM_TOKENS = 2**63 - 1
 FULL_ACCESS = CacheAccess()
 ROWS = b"rows of "
-"""Before what `rows` says of a block. No key of an item begins with it: as a number it is larger than any offset."""
+"""Prefix of the key that `rows` gives. No key of an item begins with it: as a number it exceeds any offset."""
 
 
 class MultimodalItem(NamedTuple):
@@ -43,7 +43,7 @@ class MultimodalItem(NamedTuple):
 
 
 def root_hash(*, salt: bytes = b"", lora: str = "") -> BlockHash:
-    """Parent of every first block. Tenants (`salt`) and adapters (`lora`) never share blocks."""
+    """Return the parent of every first block. Different tenants (`salt`) or adapters (`lora`) never share blocks."""
     name = _text_bytes(lora)
     fields = (HASH_VERSION, salt, name)
     return BlockHash(sha256(b"".join(struct.pack("<Q", len(part)) + part for part in fields)).digest())
@@ -52,11 +52,11 @@ def root_hash(*, salt: bytes = b"", lora: str = "") -> BlockHash:
 def get_block_hash_extra_keys(
     start: int, end: int, items: Sequence[MultimodalItem], first: int = 0
 ) -> tuple[bytes, int]:
-    """Extra hash keys of the block of tokens `[start, end)`, and the first item the next block has to look at.
+    """Return the extra hash keys of the block of tokens `[start, end)`, and the index of the next block's first item.
 
-    `items` are sorted by offset and do not overlap; those before `first` end before this block. An item belongs to the
-    block if at least one of its tokens does. Its offset relative to the block is part of the key: the same placeholder
-    tokens with the same image one position later have other embeddings. O(items overlapping the block).
+    `items` are sorted by offset and do not overlap; items before index `first` end before this block. An item belongs
+    to a block that has at least one of its tokens. The key has the item's offset relative to the block, because the
+    same placeholders one position later have other embeddings. O(items overlapping the block).
     """
     while first < len(items) and items[first].offset + items[first].length <= start:
         first += 1
@@ -71,10 +71,11 @@ def get_block_hash_extra_keys(
 
 
 class BlockHasher:
-    """Hashes a request's tokens block by block as they arrive: O(new tokens) per call. Not thread-safe.
+    """Hashes a request's tokens block by block as they arrive, in O(new tokens) per call. Not thread-safe.
 
-    Satisfies `messages.BlockHashes`. Raises `ConfigError`, hashing nothing, for items that overlap or are malformed and
-    for token ids outside 0..2**32-1. `rows(start, end)`: what else decides the KV of these tokens, empty for nothing.
+    Implements `messages.BlockHashes`. Raises `ConfigError`, hashing nothing, for items that overlap or are malformed,
+    and for token ids outside 0..2**32-1. `rows(start, end)` returns any further key on which the KV of these tokens
+    depends, or empty bytes.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class BlockHasher:
         self._next_item = 0
         self._parent = root_hash(salt=salt, lora=lora)
         self._partial = b""
-        """Bytes of the last, not yet full block."""
+        """Token bytes of the last block, which is not full."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +105,6 @@ class BlockHasher:
 
     @property
     def num_plain_blocks(self) -> int:
-        """See `messages.BlockHashes`."""
         return min(self._num_plain, len(self.hashes))
 
     def extend(self, token_ids: npt.NDArray[np.integer] | Sequence[int]) -> None:
@@ -125,7 +125,6 @@ class BlockHasher:
         self._parent = parent
 
     def _extra_keys(self) -> bytes:
-        """Of the next block."""
         block = len(self.hashes)
         start, end = block * self._block_size, (block + 1) * self._block_size
         keys, self._next_item = get_block_hash_extra_keys(start, end, self._items, self._next_item)
@@ -137,10 +136,10 @@ class BlockHasher:
 
 
 class GivenHashes:
-    """A token sequence whose block hashes are already known, for example from a trace."""
+    """A token sequence whose block hashes are known, for example from a trace. Implements `messages.BlockHashes`."""
 
     num_plain_blocks = 0
-    """What decided the hashes is not known."""
+    """0, because the keys behind the hashes are unknown."""
 
     access = FULL_ACCESS
 
@@ -150,11 +149,11 @@ class GivenHashes:
 
 
 def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
-    """Token ids as 4-byte little-endian unsigned integers. Raises `ConfigError` for ids that do not fit."""
+    """Encode token ids as 4-byte little-endian unsigned integers. Raises `ConfigError` for ids that do not fit."""
     if isinstance(token_ids, list) and not TOKENS_ARE_SWAPPED:  # four times as fast as through NumPy
-        with suppress(TypeError, OverflowError):  # no integer, or none that fits: say so below
+        with suppress(TypeError, OverflowError):  # not an integer, or out of range: refused below
             return array(TOKEN_TYPE, token_ids).tobytes()
-    # Imported here: the scheduler half must load fast, and a caller that passes an array has numpy loaded already.
+    # Imported here: the scheduler half must load fast, and a caller that passes an array has loaded NumPy already.
     import numpy as np
 
     ids = np.asarray(token_ids)
@@ -166,12 +165,12 @@ def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
 
 
 def _text_bytes(text: str) -> bytes:
-    """Different for different texts, whatever is in them: clients may send half of a surrogate pair."""
+    """Encode any text, even half of a surrogate pair, which clients may send. Different texts give different bytes."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def _checked(items: Sequence[MultimodalItem]) -> tuple[MultimodalItem, ...]:
-    """Sorted by offset. Raises `ConfigError` naming the first item that is wrong."""
+    """Sort `items` by offset. Raises `ConfigError` naming the first wrong one."""
     for item in items:
         if type(item.offset) is not int or type(item.length) is not int or not isinstance(item.hash, str):
             raise ConfigError(f"a multimodal item needs an integer offset and length and a text as hash, got {item!r}")

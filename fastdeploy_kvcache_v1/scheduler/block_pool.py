@@ -1,7 +1,7 @@
-"""Pools of slots: which blocks of a tier are free.
+"""BlockPool: which slots of a tier are free, owned, and held by readers.
 
-A pool knows which slots have an owner, and which are read from outside; the prefix tree, requests and loans own them.
-Last freed, first reused, whole runs at a time, so that neighbouring slots tend to stay together (copies coalesce them).
+The prefix tree, requests and loads own slots. Slots freed last are reused first, whole runs at a time, so that
+neighbours tend to stay together and their copies coalesce.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Slot = TypeVar("Slot", bound=int)
 
 
 class BlockPool(Generic[Slot]):
-    """Slots `0 .. size-1` of one tier. Cost of a call: O(slots handed over), never O(size). Not thread-safe.
+    """Slots `0 .. size-1` of one tier, `tier` in messages. A call costs O(slots passed) unless it says otherwise. Not
+    thread-safe.
 
-    A slot that is held keeps its bytes: once its owner has given it back it is *ownerless*, neither owned nor free,
-    until its last reader lets go of it.
+    A held slot keeps its bytes. When its owner frees it, it is *ownerless*, neither owned nor free, until its last
+    reader releases it.
     """
 
     def __init__(self, tier: str, size: int) -> None:
-        """`tier` is its name in messages."""
         self.size = 0
         self._tier = tier
         self._free: list[Slot] = []
         self._owned = bytearray()
         """1 for each slot that has an owner."""
         self._readers: dict[Slot, int] = {}
-        """How many readers from outside hold a slot, for each that is held."""
+        """Number of readers of each held slot."""
         self._num_ownerless = 0
         self.resize(size)
 
@@ -46,11 +46,11 @@ class BlockPool(Generic[Slot]):
 
     @property
     def num_held(self) -> int:
-        """Slots with an owner that would not be free if the owner gave them back now."""
+        """Number of slots that have an owner and would become ownerless if it freed them."""
         return len(self._readers) - self._num_ownerless
 
     def allocate(self, count: int) -> list[Slot]:
-        """`count` slots for the caller to own. Raises `BlockPoolError` when fewer are free: ask `num_free` first."""
+        """Give the caller `count` slots. Raises `BlockPoolError` if fewer are free: ask `num_free` first."""
         if not 0 <= count <= len(self._free):
             raise BlockPoolError(f"{self._tier} pool: {count} slots wanted, {len(self._free)} of {self.size} free")
         start = len(self._free) - count
@@ -65,7 +65,7 @@ class BlockPool(Generic[Slot]):
     def free(self, slots: Sequence[Slot]) -> None:
         """Take `slots` back. Raises `BlockPoolError`, freeing none, if one has no owner or is named twice."""
         owned, rest = self._owned, iter(slots)
-        try:  # in one pass: to check all of them first takes nearly twice as long
+        try:  # one pass: checking all of them first takes nearly twice as long
             if slots and min(slots) < 0:
                 raise IndexError
             for slot in rest:
@@ -83,13 +83,13 @@ class BlockPool(Generic[Slot]):
         self._free.extend(reversed(unread))
 
     def hold(self, slots: Sequence[Slot]) -> None:
-        """One more reader of each of `slots`, which have an owner: until `let_go` their bytes stay as they are."""
+        """Add a reader to each of `slots`, which have an owner. Their bytes stay until `release_held`."""
         for slot in slots:
-            assert self._owned[slot], "only what has an owner is read"
+            assert self._owned[slot], "only a slot that has an owner can be held"
             self._readers[slot] = self._readers.get(slot, 0) + 1
 
     def release_held(self, slots: Sequence[Slot]) -> None:
-        """One reader less of each of `slots`."""
+        """Remove a reader from each of `slots`."""
         for slot in reversed(slots):
             self._readers[slot] -= 1
             if not self._readers[slot]:
@@ -105,8 +105,8 @@ class BlockPool(Generic[Slot]):
         return frozenset(self._readers)
 
     def keep_only(self, slots: Iterable[Slot]) -> None:
-        """Owned are `slots`, and no others; what is held does not become free. Raises `BlockPoolError`, changing
-        nothing, if one of `slots` has no owner. O(size).
+        """Free all owned slots except `slots`; held ones become ownerless. Raises `BlockPoolError`, changing nothing,
+        if one of `slots` has no owner. O(size).
         """
         owned, is_free = bytearray(self.size), bytearray(b"\1") * self.size
         for slot in slots:
@@ -120,19 +120,19 @@ class BlockPool(Generic[Slot]):
         self._free = list(compress(range(self.size - 1, -1, -1), reversed(is_free)))  # type: ignore[arg-type]
 
     def owned_slots(self) -> frozenset[Slot]:
-        """O(size), for checks and rare events."""
+        """O(size)."""
         return frozenset(compress(range(self.size), self._owned))  # type: ignore[arg-type]
 
     def resize(self, size: int) -> None:
-        """Grow or shrink to `size` slots; each above is free. O(size)."""
+        """Grow or shrink to `size` slots. All slots above must be free. O(size)."""
         kept = [slot for slot in self._free if slot < size]
-        assert len(self._free) - len(kept) == max(0, self.size - size), "what is in use is not taken away"
+        assert len(self._free) - len(kept) == max(0, self.size - size), "slots above the new end must be free"
         self._free = [*range(size - 1, self.size - 1, -1), *kept]
         self._owned = self._owned[:size].ljust(size, b"\0")
         self.size = size
 
     def check(self) -> None:
-        """Raises `InvariantError` unless free, owned and held slots are `0 .. size-1`, and no free one is another."""
+        """Raise `InvariantError` unless each slot of `0 .. size-1` is either free, or owned or held. O(size)."""
         free, used = set(self._free), self.owned_slots() | self._readers.keys()
         expect(len(free) == len(self._free), f"{self._tier} pool: a slot is on the free list twice")
         expect(not free & used, f"{self._tier} pool: slots both free and allocated: {sorted(free & used)}")
@@ -140,12 +140,12 @@ class BlockPool(Generic[Slot]):
         expect(is_whole, f"{self._tier} pool: slots lost or out of range 0..{self.size - 1}")
 
     def check_readers(self, readers: Iterable[Sequence[Slot]]) -> None:
-        """Raises `InvariantError` unless `readers`, each by its slots, are the ones that hold slots. O(slots held)."""
+        """Raise `InvariantError` unless `readers`, each given by its slots, are all readers. O(slots held)."""
         counted = Counter(slot for slots in readers for slot in slots)
-        expect(counted == self._readers, f"{self._tier} pool: slots are held by nobody, or read and not held")
+        expect(counted == self._readers, f"{self._tier} pool: slots are held without a reader, or read and not held")
 
     def check_owners(self, slots: Sequence[Slot]) -> None:
-        """`check`, and raises `InvariantError` unless `slots`, which all owners hold, are the owned ones."""
+        """`check`, and raise `InvariantError` unless `slots`, listed by their owners, are all owned slots. O(size)."""
         self.check()
         expect(len(slots) == len(set(slots)), f"{self._tier} pool: a slot has two owners")
         expect(self.owned_slots().issuperset(slots), f"{self._tier} pool: a slot is used that is free")

@@ -9,67 +9,50 @@ from ..telemetry.metrics import counter, gauge, part, source
 
 @dataclass
 class Counters:
-    """Counts since start that never fall. Units are in the names: tokens, blocks, or events."""
+    """Counts since start, which never fall: of tokens, blocks or events, as the names say."""
 
-    requests_admitted: int = counter("Requests whose first step was handed over")
-    """Counted, with their tokens below, when the step of their first allocation is taken."""
-    requests_resumed: int = counter("Preempted requests that were admitted again")
-    """They are in no number of admitted ones."""
+    requests_admitted: int = counter("Requests admitted, counted with their tokens when their first step is taken")
+    requests_resumed: int = counter("Preempted requests that were admitted again; not among the admitted ones")
     requests_finished: int = counter("Requests that ended")
     requests_preempted: int = counter("Requests preempted for lack of device blocks or after a failed copy")
-    requests_rolled_back: int = counter("Matches that the scheduler took back")
-    allocations_refused: int = counter("Allocations for which the device tier had no room")
+    requests_rolled_back: int = counter("Admitted requests that the scheduler took back before they ran")
+    allocations_refused: int = counter("Allocations for which a tier had no room")
     query_tokens: int = counter("Tokens of admitted requests that read the cache")
     device_hit_tokens: int = counter("Tokens served from the device tier")
-    host_hit_tokens: int = counter(
-        "Tokens served from the host tier; `failed_transfer_blocks` says what failed on the way"
-    )
-    resumed_hit_tokens: int = counter("Tokens that preempted requests found again when they resumed")
-    """In either tier: mostly their own work."""
+    host_hit_tokens: int = counter("Tokens served from the host tier; see `failed_transfer_blocks` for failed copies")
+    resumed_hit_tokens: int = counter("Tokens that resumed requests found again in either tier, mostly their own work")
     shared_prefill_requests: int = counter("Requests that waited while another request computed their prefix")
-    shared_prefill_tokens: int = counter("Tokens that these requests did not compute because they waited")
-    """Found cached, beyond those of before the wait."""
-    device_evicted_blocks: int = counter("Blocks that left the device tier")
-    """Their copy there was given up to make room, with or without a host copy."""
-    device_lost_blocks: int = counter("Blocks that left the device tier without a host copy")
-    """Their KV is gone."""
-    host_evicted_blocks: int = counter("Blocks that left the host tier")
+    shared_prefill_tokens: int = counter("Tokens that these requests found cached because they waited")
+    device_evicted_blocks: int = counter("Blocks evicted from the device tier, with or without a host copy")
+    device_lost_blocks: int = counter("Blocks evicted from the device tier without a host copy: their KV is lost")
+    host_evicted_blocks: int = counter("Blocks evicted from the host tier")
     swap_out_blocks: int = counter("Blocks whose copy from device to host was planned")
     swap_in_blocks: int = counter("Blocks whose copy from host to device was planned")
-    backup_skipped_blocks: int = counter("Host copies for which there was no room")
-    """The write policy wanted them; counted again at every later hit."""
-    backup_declined_blocks: int = counter(
-        "Blocks not copied to the host because what they would push out is worth more"
-    )
-    duplicate_blocks: int = counter(
-        "Computed blocks that are kept twice, because another request uses the copy that is cached"
-    )
+    backup_skipped_blocks: int = counter("Host copies skipped for lack of room, counted again at every later hit")
+    backup_declined_blocks: int = counter("Blocks not copied to the host, where they would replace ones worth more")
+    duplicate_blocks: int = counter("Computed blocks kept twice, because another request uses the cached copy")
     failed_transfer_blocks: int = counter("Blocks forgotten after a failed copy")
-    loaded_blocks: int = counter("Blocks from outside the two tiers that were cached")
-    wasted_load_blocks: int = counter("Blocks from outside the two tiers that were not cached")
-    """Cancelled, cached meanwhile, or their prefix was evicted."""
+    loaded_blocks: int = counter("Blocks from storage or a peer that were cached")
+    wasted_load_blocks: int = counter("Blocks from storage or a peer that were not cached: cancelled or too late")
 
 
 @source("cache manager")
 @dataclass(frozen=True, kw_only=True)
 class CacheStats:
-    """One consistent snapshot: the counters, and how many blocks are where."""
+    """One consistent snapshot: the counters, and the number of blocks by place."""
 
     counters: Counters = part(Counters)
     num_requests: int = gauge("Requests that the cache manager knows")
     device_blocks: int = gauge("Size of the device tier in blocks")
     device_free_blocks: int = gauge("Device blocks that are neither used nor cached")
-    device_cached_blocks: int = gauge("Device blocks that the prefix tree holds")
-    """Used by requests or not."""
+    device_cached_blocks: int = gauge("Device blocks that the prefix tree holds, used by requests or not")
     device_evictable_blocks: int = gauge("Cached device blocks that no request uses")
     host_blocks: int = gauge("Size of the host tier in blocks")
     host_free_blocks: int = gauge("Host blocks that hold nothing")
     host_cached_blocks: int = gauge("Host blocks that hold a cached block")
-    device_loading_blocks: int = gauge("Device blocks that a load from outside fills")
-    host_loading_blocks: int = gauge("Host blocks that a load from outside fills")
-    quarantined_blocks: int = gauge("Blocks of both tiers whose load is not wanted any more but has not ended")
-    """Among the loading ones."""
-    watched_blocks: int = gauge("Blocks of past prompts by which the adaptive eviction learns")
-    recency_rules: bool = gauge("1 while adaptive eviction falls back to LRU")
-    """No eviction policy goes by what was learned: none does, or recency was found to be as good."""
-    events_overflowed: int = counter("Times that unread cache events became one snapshot")
+    device_loading_blocks: int = gauge("Device blocks being loaded from storage or a peer")
+    host_loading_blocks: int = gauge("Host blocks being loaded from storage or a peer")
+    quarantined_blocks: int = gauge("Loading blocks of both tiers whose load is cancelled but has not ended")
+    watched_blocks: int = gauge("Blocks of past prompts from which adaptive eviction learns")
+    recency_rules: bool = gauge("1 while adaptive eviction falls back to LRU, or no policy learns")
+    events_overflowed: int = counter("Times that unread cache events were replaced by one snapshot")

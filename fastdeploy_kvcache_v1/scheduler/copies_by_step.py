@@ -1,4 +1,4 @@
-"""CopiesByStep: where the blocks are now that took part in copies of which the worker has been told lately."""
+"""CopiesByStep: where the blocks are now that recent steps copied."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ..contract.messages import BlockHash, CacheLevel, HostSlot
 from .run import HOST, WIDTH, Run
 
 REMEMBERED_STEPS = 256
-"""A copy that fails later than this many steps with copies after it was told is searched for in the whole cache."""
+"""Steps with copies that are remembered. If an older one fails, the whole cache is searched for its blocks."""
 
 
 class CopiedRun:
     """Blocks of a run that had an open copy when a step was taken.
 
-    They keep their place in their cells when runs are cut and joined, or cells that were moved say where to. Whatever
-    happened to the run, what is still cached of it is in the run itself or above it: a cut leaves a run the lower part,
-    and one that was joined leads to the run that took its blocks.
+    Blocks keep their place in their cells when runs are cut or joined; moved cells say where they are. Blocks that are
+    still cached are in the run itself or above it. A cut leaves a run the lower part, and the `parent` of a joined run
+    is the run that took its blocks.
     """
 
     __slots__ = ("_cells", "_count", "_first", "_level", "_looked_at", "_run")
@@ -25,11 +25,11 @@ class CopiedRun:
         self._run, self._level = run, run.open
         self._cells, self._first, self._count = run.cells, run.start, run.length
         self._looked_at = 0
-        """Blocks from the first one on that `take` has passed: a copy is stored piece by piece, in order."""
+        """Leading blocks that `take` has passed: a copy is stored piece by piece, in order."""
 
     def parts(self) -> list[tuple[Run, int, int]]:
-        """Runs that hold blocks of it, in prompt order, and where in their cells: the first one, the one behind the
-        last. O(runs from there up).
+        """List the runs that hold its blocks, in prompt order, each with the range of places in its cells. O(runs from
+        there up).
         """
         while len(self._cells) == 1:
             self._cells, shift = self._cells[0]
@@ -46,11 +46,10 @@ class CopiedRun:
         return parts[::-1]
 
     def take(self, wanted: set[int]) -> list[tuple[BlockHash, HostSlot]]:
-        """Blocks of it in host slots `wanted`, in prompt order; these slots are not wanted any more. No block of a run
-        that was forgotten, or of which a copy is open. O(blocks looked at): mostly those that are found.
+        """Return its blocks in host slots `wanted`, in prompt order, and remove these slots from `wanted`.
 
-        A block that left may have been followed, in its place, by one of another copy of the step: that one is found in
-        both copies, and taken once.
+        Skips runs that were forgotten or have an open copy. O(blocks looked at), usually only the returned ones. If a
+        block left, another copy of the step may have a block in its place: both find it, the first takes it.
         """
         if self._level is not CacheLevel.HOST:
             return []
@@ -70,19 +69,17 @@ class CopiedRun:
 
 
 class CopiesByStep:
-    """By step number."""
-
     def __init__(self) -> None:
         self._steps: dict[int, Sequence[CopiedRun]] = {}
         self._last_dropped = -1
 
     def remember(self, step: int, runs: Iterable[Run]) -> None:
-        """`runs`, at least one, have an open copy, and `step` is taken."""
+        """Remember `runs`, at least one, whose open copies `step` takes."""
         self._steps[step] = [CopiedRun(run) for run in runs]
         if len(self._steps) > REMEMBERED_STEPS:
             self._last_dropped = next(iter(self._steps))
             del self._steps[self._last_dropped]
 
     def of(self, step: int) -> Sequence[CopiedRun] | None:
-        """Copies of `step`; None when that was too long ago."""
+        """Return the copies of `step`; None if that is too long ago."""
         return self._steps.get(step, None if step <= self._last_dropped else ())

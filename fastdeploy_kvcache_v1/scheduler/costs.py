@@ -1,7 +1,7 @@
-"""Costs: what it takes to compute a prompt, as measured.
+"""PrefillCosts: the measured time to compute a part of a prompt. Not thread-safe.
 
-What is on the host is always loaded: a batch computes while its swap-ins come in. A store may be slower than computing,
-and a request waits for it first; whether that pays is for `storage/engine/store_costs.py` to say. Not thread-safe.
+Blocks on the host are always loaded, because swap-ins run while the batch computes. A request waits for a store before
+it computes, so `storage/engine/store_costs.py` compares loading with these costs.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from collections.abc import Mapping, Sequence
 from ..contract.messages import PrefillTime, positions
 
 KEPT_SHARE = 0.8
-"""Of what was measured before, at each measurement."""
+"""Weight of earlier measurements, applied at each new one."""
 
 LEAST_SPREAD = 1e-3
-"""Measurements that are more alike cannot tell the two terms apart: 1 if the second one says all that the first does
-not, 0 if both say the same.
-"""
+"""Least share of independent information in the second term (0 to 1) that tells the two terms apart."""
 
 FEWEST_TOKENS = 64
-"""Of a pass that says something about the cost of a token: what a pass costs anyway weighs less in larger ones."""
+"""Smaller passes are ignored: their fixed cost hides the cost per token."""
 
 
 class TwoTermFit:
     """`seconds = per_first * first + per_second * second`, neither below 0: least squares with exponential forgetting.
 
-    Errors count relative to `first`, so that short measurements count as much as long ones. As long as these do not
-    tell the two terms apart, all of it is put down to `first`.
+    Errors are relative to `first`, so that short measurements count as much as long ones. Until measurements tell the
+    two terms apart, the whole time is assigned to `first`.
     """
 
     def __init__(self) -> None:
@@ -35,11 +33,10 @@ class TwoTermFit:
 
     @property
     def is_known(self) -> bool:
-        """Anything was measured."""
         return self._aa > 0
 
     def measured(self, first: float, second: float, seconds: float) -> None:
-        """`first` must be above 0."""
+        """Add a measurement. `first` must be above 0."""
         second, seconds = second / first, seconds / first
         self._aa = KEPT_SHARE * self._aa + 1.0
         self._ab = KEPT_SHARE * self._ab + second
@@ -59,29 +56,29 @@ class TwoTermFit:
             self._per_first, self._per_second = (per_first, per_second) if per_first > 0 else (0.0, self._by / self._bb)
 
     def value(self, first: float, second: float) -> float:
-        """Seconds that it takes."""
+        """Predict the seconds."""
         return self._per_first * first + self._per_second * second
 
 
 class PrefillCosts:
-    """Computing costs something per token, and something per token and token before it."""
+    """Fits the cost per token, and the cost per token and token before it."""
 
     def __init__(self) -> None:
         self._fit = TwoTermFit()
 
     def computed(self, prefill: PrefillTime) -> None:
-        """A forward pass ended, on every rank. One that computed few tokens says nothing."""
+        """Record a forward pass that ended on every rank. Passes of few tokens are ignored."""
         if prefill.num_tokens >= FEWEST_TOKENS and prefill.seconds > 0:
             self._fit.measured(*prefill)
 
     def computed_by_rank(self, prefills: Mapping[int, Sequence[PrefillTime]]) -> None:
-        """What passes took on each rank, as each measured it. The slowest one counts: ranks wait for each other."""
+        """Record passes as each rank measured them. The slowest rank counts, because ranks wait for each other."""
         told = [passes for passes in prefills.values() if passes]
         for prefill in max(told, key=_seconds_per_token, default=()):
             self.computed(prefill)
 
     def seconds(self, start: int, end: int) -> float | None:
-        """What tokens `[start, end)` of a prompt take; None until anything was measured."""
+        """Predict the seconds to compute tokens `[start, end)` of a prompt; None before the first measurement."""
         return self._fit.value(end - start, positions(start, end)) if self._fit.is_known else None
 
 

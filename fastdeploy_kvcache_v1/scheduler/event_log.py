@@ -1,4 +1,4 @@
-"""Bounded queue of cache changes for outside indexes (cache-aware routers)."""
+"""EventLog: a bounded queue of cache changes for outside indexes, such as cache-aware routers."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from .run import Run
 
 
 class EventLog:
-    """Keeps events from the first `take` on, as long as they name at most `limit` blocks: one more, and all are dropped
-    until the next `take`. While none are kept, an event costs neither memory nor time.
+    """Keeps events from the first `take` on. When they name more than `limit` blocks, all are dropped until the next
+    `take`. While no events are kept, they cost neither memory nor time.
     """
 
     def __init__(self, limit: int) -> None:
         self.overflows = 0
-        """How often the limit was passed."""
+        """Number of times that events named more than `limit` blocks."""
         self._is_listening = False
         self._limit = limit
         self._events: list[CacheEvent] = []
         self._num_blocks = 0
 
     def stored(self, level: CacheLevel, run: Run, added: Sequence[BlockHash] = ()) -> None:
-        """The blocks of `run`, or those that are to be `added` to it."""
+        """Record that the blocks of `run`, or the ones about to be `added` to it, are in tier `level`."""
         if self._has_room(len(added) or run.length):
             hashes, parent = (added, run.last_hash) if added else (run.hashes, run.parent_hash)
             self._events.append(CacheEvent("stored", level, tuple(hashes), parent))
 
     def removed(self, level: CacheLevel, run: Run) -> None:
-        """Not if a copy was to bring it there, which was never told of."""
+        """Record that `run` left tier `level`, unless it was only there by an open copy: that was never reported."""
         if run.open is not level and self._has_room(run.length):
             self._events.append(CacheEvent("removed", level, tuple(run.hashes)))
 
     def cleared(self) -> None:
-        """Everything before this is void."""
+        """Record that both tiers were emptied."""
         if self._is_listening:
             self._events, self._num_blocks = [CacheEvent("cleared", None)], 0
 
     def take(self, runs: Iterable[Run]) -> list[CacheEvent]:
-        """All events since the last call, oldest first. When there are more than were kept, the first time and after an
-        overflow: `cleared`, and what is in each tier of `runs`, the whole cache. A limit of 0 keeps none.
+        """Return all events since the last call, oldest first. The first time and after an overflow they are `cleared`
+        and the content of both tiers, taken from `runs`, the whole cache. With a limit of 0 there are no events.
         """
         complete, self._is_listening = self._is_listening or not self._limit, bool(self._limit)
         events, self._events, self._num_blocks = self._events, [], 0

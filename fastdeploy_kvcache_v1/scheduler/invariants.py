@@ -1,4 +1,4 @@
-"""What always holds in the prefix tree, written out for the `check()` methods."""
+"""Invariants of the prefix tree, for the `check()` methods."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .run import WIDTH, QueueNode, Run, RunQueue
 
 
 def expect(condition: bool, broken: str) -> None:
-    """Raises `InvariantError` with the text `broken` unless `condition`."""
+    """Raise `InvariantError(broken)` unless `condition`."""
     if not condition:
         raise InvariantError(broken)
 
 
 def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> None:
-    """`runs` is the whole tree, parents before children; `transfers` are the runs with an open copy."""
+    """Check all runs: `runs` is the whole tree, parents before children; `transfers` are the runs with an open copy."""
     for run in runs:
         _check_tiers(run)
         _check_place(run)
@@ -32,15 +32,16 @@ def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> 
 
 
 def check_queue(queues: Sequence[RunQueue], places: Mapping[Run, QueueNode], waiting: Set[Run], tier: str) -> None:
-    """`places` of the findable runs of a tier, some of them `waiting` for runs below: each is in the tier's queues at
-    most once, and none that can be evicted is missing.
+    """Check that each run of a tier is in its queues at most once, and that no run that could be evicted is missing.
+
+    `places`: the places of the findable runs of the tier. `waiting`: runs that cannot leave before runs below them.
     """
     expect(all(queue.check_links() for queue in queues), f"the {tier} queue is torn")
     queued = [run for queue in queues for run in queue]
     expect(len(queued) == len(set(queued)), f"the {tier} queue holds a run twice")
     expect(places.keys() >= set(queued), f"the {tier} queue holds runs that are not in its tier")
     for run in places.keys() - set(queued):
-        expect(not places[run].is_queued, f"a run is in another queue than that of the {tier} tier")
+        expect(not places[run].is_queued, f"a run of the {tier} tier is in a queue of another tier")
         expect(run.pins > 0 or run in waiting, f"the {tier} queue misses runs that could be evicted")
 
 
@@ -50,7 +51,7 @@ def _check_place(run: Run) -> None:
     expect(parent.children.get(run.first_hash) is run, "a run is not its parent's child by its first hash")
     num_on_device = sum(child.on_device for child in run.children.values())
     expect(num_on_device == run.num_device_children, "a run miscounts its children on the device")
-    # A pinned run has pinned ancestors; a device run has device ancestors; a hit is one of all ancestors.
+    # A request pins and hits all ancestors too, and a run on the device has all ancestors there.
     expect(run.pins >= sum(child.pins for child in run.children.values()), "a run is pinned less than its children")
     on_device_above = parent.is_root or parent.on_device
     expect(not run.on_device or on_device_above, "a device block hangs below a block that is not on the device")
@@ -58,7 +59,7 @@ def _check_place(run: Run) -> None:
 
 
 def _check_tiers(run: Run) -> None:
-    """A run has blocks and is in a tier; an open copy fills a tier it is in."""
+    """Check that a run has blocks and a tier, and that an open copy fills one of its tiers."""
     expect(run.length > 0, "a run has no blocks")
     expect(run.on_device or run.host is not None, "a run is in no tier")
     expect(run.host is None or run.host.run is run, "a host copy belongs to another run")
@@ -67,7 +68,7 @@ def _check_tiers(run: Run) -> None:
 
 
 def _check_cells(runs: Sequence[Run], detached: Set[Run]) -> None:
-    """Each block of a list of cells belongs to one run, and its ranges follow each other down the tree."""
+    """Check that each block of a list of cells belongs to one run, and that its ranges follow each other downwards."""
     cut_off = {id(run.cells) for run in detached}
     lengths: dict[int, int] = {}
     for run in runs:

@@ -1,8 +1,8 @@
-"""Loans: slots that storage or a peer fills or reads, from the first byte to the last.
+"""Loads and stores: slots that storage or a peer fills or reads.
 
-A *load* fills slots of its own, for blocks that come from outside; a *store* holds those of cached blocks: these may
-be forgotten meanwhile, the bytes stay until it has ended. The contracts stand on `CacheManager.begin_load`,
-`begin_store` and `begin_device_store`.
+A *load* owns slots that it fills with blocks from outside. A *store* holds slots of cached blocks: the blocks may be
+forgotten meanwhile, their bytes stay until it ends. See `CacheManager.begin_load`, `begin_store` and
+`begin_device_store` for the contracts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .tiering import Tiering
 class Load:
     level: CacheLevel
     hashes: Sequence[BlockHash]
-    """Of a prompt, from its first block on."""
+    """Hashes of a prompt from its first block on."""
     first: int
-    """The first block that is loaded."""
+    """Index of the first block to load."""
     slots: list[Any]
-    """Of tier `level`, for the blocks from `first` on."""
+    """Slots of tier `level` for the blocks from `first` on."""
     wanted: bool = True
-    """False in quarantine: what arrives is not cached, but may still arrive."""
+    """False in quarantine: bytes may still arrive, but are not cached."""
 
 
 class Loads:
-    """By their id. They own their slots, which are in no block table and not in the tree."""
+    """Loads by id. They own their slots, which are in no block table and not in the tree."""
 
     def __init__(self, config: KVCacheConfig, tree: RadixTree, tiering: Tiering, counters: Counters) -> None:
         self._caching = config.enable_prefix_caching
@@ -90,7 +90,7 @@ class Loads:
             raise CacheStateError(f"load {load_id} is unknown, or has been completed already") from None
 
     def slots(self, level: CacheLevel) -> list[Any]:
-        """Every slot of tier `level` that bytes may arrive in. O(blocks being loaded)."""
+        """List the slots of tier `level` that all loads own. O(blocks being loaded)."""
         return [slot for load in self._loads.values() if load.level is level for slot in load.slots]
 
     def num_slots(self, level: CacheLevel) -> int:
@@ -99,7 +99,7 @@ class Loads:
 
     @property
     def num_quarantined(self) -> int:
-        """Slots of both tiers whose load is not wanted any more. O(loads)."""
+        """Number of slots of both tiers in quarantine. O(loads)."""
         return sum(len(load.slots) for load in self._loads.values() if not load.wanted)
 
     def check_none(self) -> None:
@@ -107,7 +107,7 @@ class Loads:
 
 
 class Stores:
-    """By their id. Each is a reader of slots of one tier, and of nothing else."""
+    """Stores by id. Each holds slots of one tier."""
 
     def __init__(self, tree: RadixTree, residency: Residency, tiering: Tiering) -> None:
         self._tree = tree
@@ -118,7 +118,6 @@ class Stores:
         }
         self._tiering = tiering
         self._stores: dict[str, tuple[CacheLevel, Sequence[int]]] = {}
-        """Tier and slots."""
 
     def begin(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
         self._require_new(store_id)
@@ -157,7 +156,7 @@ class Stores:
             raise CacheStateError(f"store {store_id} has begun already: end it first")
 
     def check(self) -> None:
-        """Raises `InvariantError` unless exactly the slots of stores are held, none twice by one store."""
+        """Raise `InvariantError` unless exactly the slots of stores are held, each once per store."""
         for level, pool in self._pools.items():
             stores = [slots for tier, slots in self._stores.values() if tier is level]
             expect(all(len(slots) == len(set(slots)) for slots in stores), "manager: a store holds a slot twice")

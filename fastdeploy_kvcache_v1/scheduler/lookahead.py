@@ -1,7 +1,7 @@
-"""Lookahead: what the next requests will hit leaves a tier last, the farthest need first.
+"""Lookahead: blocks that waiting requests will hit are evicted last, the block needed last first.
 
-A server knows its waiting line; an eviction order that looks back only throws out what the head of the line is about
-to use. Belady's rule, as far as the line reaches: evict what is needed last (L. A. Belady, A study of replacement
+An eviction order that only looks back can evict blocks that the next request needs. A server knows its waiting
+requests, so for them Belady's rule applies: evict the block that is needed last (L. A. Belady, A study of replacement
 algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966).
 """
 
@@ -14,25 +14,25 @@ from .radix_tree import RadixTree
 from .residency import Residency
 
 MOST_RUNS = 256
-"""Looked at in one step, some 0.2 ms of work."""
+"""Runs examined in one step, about 0.2 ms."""
 
 
 class Lookahead:
-    """The line is looked at when a tier first runs short after it was told, so a step without eviction pays nothing."""
+    """Looks at the waiting requests when a tier first runs short in a step. A step without eviction costs nothing."""
 
     def __init__(self, tree: RadixTree, residency: Residency, most_requests: int) -> None:
         self._tree = tree
         self._residency = residency
         self._most_requests = most_requests
         self._line: Sequence[BlockHashes] | None = ()
-        """None in a step that has looked at it."""
+        """None after `look`, until the next `expect`."""
 
     def expect(self, line: Sequence[BlockHashes]) -> None:
-        """These requests come next, in this order; in a step of which nothing is told, none."""
+        """Set the waiting requests, the next one first. Only the first `most_requests` are kept."""
         self._line = line[: self._most_requests]
 
     def look(self) -> None:
-        """A tier is short. O(runs touched), once per `expect`."""
+        """Protect the blocks that waiting requests will hit. O(runs touched), once per `expect`."""
         line, self._line = self._line, None
         if line is None:
             return

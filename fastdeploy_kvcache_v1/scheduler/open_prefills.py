@@ -1,8 +1,8 @@
-"""OpenPrefills: what the batch that is being put together computes, so that it computes no block twice.
+"""OpenPrefills: the blocks that the batch being built computes, so that it computes no block twice.
 
-A request that would compute blocks which the batch computes for another one waits, and finds them in the cache when
-the next batch is put together. It never waits for more than the batch, so there is nothing to undo: if the batch is
-lost, or the other request aborted or preempted, the next batch does not compute these blocks, and nobody waits.
+A request waits if the batch computes its next blocks for another request; it hits them when the next batch is built.
+It waits for one batch only, so nothing needs to be undone. If the batch is lost, or the other request is aborted or
+preempted, the request just computes the blocks in the next batch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from itertools import islice
 from ..contract.messages import BlockHash, BlockHashes
 
 MOST_LOOKED_AT = 32
-"""Requests of the line that are asked whether they would wait for the same blocks."""
+"""Waiting requests that are checked for the same blocks."""
 
 
 class OpenPrefills:
-    """Of one batch: `begin` starts the next one. Not thread-safe.
+    """Covers one batch: `begin` starts the next one. Not thread-safe.
 
-    A request waits if together the waiting line need not compute `worth_tokens` tokens: a request that waits needs one
-    batch more, and a batch costs something whatever is in it. 0: none ever waits.
+    A request waits if all waiting requests together save at least `worth_tokens` tokens by it: waiting takes one more
+    batch, and a batch has a fixed cost. With 0 no request ever waits.
     """
 
     def __init__(self, block_size: int, worth_tokens: int) -> None:
@@ -33,24 +33,26 @@ class OpenPrefills:
         return bool(self._blocks)
 
     def begin(self) -> None:
-        """The batch is sent, or given up: the next one computes nothing so far."""
+        """Start a new batch: the last one was sent or dropped."""
         self._blocks.clear()
         self._by_request.clear()
 
     def compute(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
-        """The batch computes these blocks for a request, and they can be matched after it."""
+        """Record that the batch computes the blocks `hashes` for a request, so that they can be matched after it."""
         if self._worth_tokens and hashes:
             self._by_request[request_id] = hashes
             self._blocks.update(hashes)
 
     def give_up(self, request_id: str) -> None:
-        """The request leaves the batch. A block that another one computes as well may be forgotten with it: safe."""
+        """Remove a request from the batch. Blocks that another request computes too may be removed with it; then no
+        request waits for them.
+        """
         self._blocks.difference_update(self._by_request.pop(request_id, ()))
 
     def to_wait_for(self, sequence: BlockHashes, num_cached: int, line: Iterable[BlockHashes]) -> int:
-        """How many blocks right behind the `num_cached` cached ones of a request it should wait for; 0: start now.
+        """Return how many blocks behind its `num_cached` cached ones a request should wait for; 0: start now.
 
-        `line`: the other requests that wait. O(blocks shared), and O(`MOST_LOOKED_AT`) where these are few.
+        `line`: the other waiting requests. O(shared blocks), plus O(`MOST_LOOKED_AT`) if these are few.
         """
         num_shared = self._num_shared(sequence, num_cached)
         missing = self._worth_tokens - num_shared * self._block_size
@@ -63,7 +65,9 @@ class OpenPrefills:
         return 0
 
     def _num_shared(self, sequence: BlockHashes, first: int) -> int:
-        """Blocks from `first` on. The last token of a request is never cached: its logits are wanted."""
+        """Count blocks from `first` on that the batch computes. The last token's block does not count: its logits are
+        needed, so it is always computed.
+        """
         if not sequence.access.reads:
             return 0
         hashes, end = sequence.hashes, min(len(sequence.hashes), (sequence.num_tokens - 1) // self._block_size)

@@ -321,7 +321,7 @@ class Residency:
         return list(self._detached)
 
     def check(self, findable: Iterable[Run]) -> None:
-        """Raise `InvariantError` for the first broken invariant. `findable`: the whole tree, parents first. O(cache)."""
+        """Raise `InvariantError` for a broken invariant. `findable`: the whole tree, parents first; O(cache)."""
         runs = list(findable)
         check_runs(runs, self._detached.keys(), self._open.keys())
         sources = [slot for run in self.open_copies(CacheLevel.HOST) for slot in run.slots(DEVICE, run.start, run.end)]

@@ -97,7 +97,7 @@ class Tiering:
     # ---- backups
 
     def hit(self, leaf: Run) -> None:
-        """Count one more hit of the pinned path to `leaf`, which is on the device, and back up what the policy wants."""
+        """Count one more hit of the pinned path to `leaf`, which is on the device, and back it up by the policy."""
         after = self._policy.copied_after_hits
         if after is None:
             return

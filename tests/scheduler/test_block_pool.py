@@ -60,7 +60,7 @@ def test_resize() -> None:
     pool.resize(5)
     pool.check()
     assert pool.allocate(3) == [2, 3, 4]
-    with pytest.raises(AssertionError, match="in use"):
+    with pytest.raises(AssertionError, match="must be free"):
         pool.resize(2)
     assert pool.size == 5
     pool.check()

@@ -112,8 +112,8 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     "the host queue holds a run twice": lambda cache: cache._residency.host_order.use(HostCopy(unused(cache))),
     "the device queue misses runs": lambda cache: unused(cache).leave_queue(),
     "the host queue misses runs": lambda cache: host_copy(unused(cache)).leave_queue(),
-    "a run is in another queue than that of the device tier": lambda cache: RunQueue().touch(top(cache)),
-    "the queue of host duplicates differs from the marked copies": lambda cache: setattr(host_copy(unused(cache)), "is_duplicate", True),
+    "a run of the device tier is in a queue of another tier": lambda cache: RunQueue().touch(top(cache)),
+    "the queue of host duplicates differs": lambda cache: setattr(host_copy(unused(cache)), "is_duplicate", True),
     "1 device blocks are evictable, 9 are counted": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
     # Copies
     "open transfers and runs disagree": lambda cache: cache._residency._open.clear(),
