@@ -47,7 +47,6 @@ NOT_YET = {
     "fastdeploy_kvcache_v1/lab/router",
     "fastdeploy_kvcache_v1/lab/server",
     "fastdeploy_kvcache_v1/lab/traffic.py",
-    "fastdeploy_kvcache_v1/scheduler",
     "fastdeploy_kvcache_v1/storage",
     "fastdeploy_kvcache_v1/switch.py",
     "fastdeploy_kvcache_v1/telemetry",

@@ -1,1 +1,1 @@
-"""What leaves a tier next, and what is copied to the host when."""
+"""Policies: which block leaves a tier next, and when a block is copied to the host."""

@@ -1,4 +1,4 @@
-"""EvictionOrder: in which order the runs of a tier are asked to leave it. Users choose one with `--eviction-policy`."""
+"""EvictionOrder: the order in which the runs of a tier are evicted. Users choose one with `--eviction-policy`."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from ..reuse.rates import NUM_CLASSES
 from ..run import QueueNode, Run, RunQueue
 
 LOOKED_AT = 8
-"""Runs at the young end of a queue: one of them, with no run below it in any tier, may leave."""
+"""Runs at the young end of a queue among which one without children is searched."""
 
 
 class EvictionOrder:
-    """The order of one tier, and nothing else. `KVCacheConfig.device_eviction` and `host_eviction` choose it by name.
+    """The order of one tier. `KVCacheConfig.device_eviction` and `host_eviction` choose it by name.
 
-    `Residency` tells it what happens to runs, asks for candidates, and takes the first that can leave; whether one can
-    (users, runs below it, open copies) is for `Residency` to say. So prefix closure holds under every order. One that
-    cannot is taken out, and put back when that changes, so a search costs O(1) amortized.
+    `Residency` calls `enter` and `use`, asks for candidates, and takes the first one that can leave: no users, no runs
+    below it, no open copy. So prefix closure holds under every order. `Residency` removes a candidate that cannot leave
+    and enters it again later, so a search costs O(1) amortized.
 
-    An order sees the *place* of a run in this tier, which names the run: the `Run` itself on the device, its `HostCopy`
-    on the host. A place is in one queue or in none; where a run waits for a step, or is known to be wanted, its place
-    is in a queue of `Residency`: it leaves the order without a word. Every method costs O(1), `candidates` O(1) for
-    each run that it yields.
+    An order sees the *place* of a run in its tier: the `Run` itself on the device, its `HostCopy` on the host. A place
+    is in at most one queue. `Residency` may move it to a queue of its own without notice. Every method costs O(1);
+    `candidates` costs O(1) per run.
 
-    This one is LRU: in its one queue the oldest comes first. A request that ends is told of from its last run up to its
-    first, so that the queue is leaf-first by itself. Other orders override what they do otherwise.
+    This class is LRU, with one queue, oldest first. When a request ends, `use` is called from its last run up to its
+    first, so the queue has leaves first. Other orders override methods.
     """
 
     learns = False
-    """`ReuseHistory` is to be kept for it, for `Run.use_class` and `Run.last_use`: it costs time and memory."""
+    """True: needs `ReuseHistory` for `Run.use_class` and `Run.last_use`, which costs time and memory."""
 
     def __init__(self, num_queues: int = 1) -> None:
         self.queues = [RunQueue() for _ in range(num_queues)]
-        """All that may hold a place of its own."""
 
     def enter(self, place: QueueNode, /, *, first: bool = False) -> None:
-        """The run, which no request uses and which is in no queue, has come into the tier. `first`: it was a candidate
-        before, and had to wait for others. It leaves before runs that are worth the same.
+        """Add a run that no request uses and that is in no queue. `first`: it was a candidate before and had to wait,
+        so it leaves before runs of the same worth.
         """
         (self.queues[0].put_oldest if first else self.queues[0].touch)(place)
 
     def use(self, place: QueueNode, /) -> None:
-        """A request that used the run has ended; others may still use it. It is queued now, if it was not before."""
+        """Record that a request that used the run has ended, and queue it. Other requests may still use it."""
         self.queues[0].touch(place)
 
     def candidates(self) -> Iterator[Run]:
-        """Runs in the order in which they should leave. The caller may remove or move the run just yielded."""
+        """Yield runs in eviction order. The caller may remove or move the run just yielded."""
         return iter(self.queues[0])
 
     def worth(self, run: Run, /) -> float:
-        """What keeping it earns, to be compared with other runs; all are equal for an order that cannot tell."""
+        """Return the value of keeping `run`, for comparison with other runs. Here all are equal."""
         return 0.0
 
 
 class Adaptive(EvictionOrder):
-    """A queue for each class of runs, by how often their blocks were used, in the order of the last use. The next to
-    leave is the oldest of one of them: of the least worth, or, of equal ones, simply the oldest. Where blocks come back
-    after a while, as when the same documents are gone through again and again, the youngest leaves.
+    """Evicts the run that is least likely to be reused soon, as `ReuseHistory` has learned.
 
-    Worth is what `ReuseHistory` has learned; while recency rules (see `Judge`), all are worth the same.
+    Each use class (how often blocks were used) has a queue in order of last use. The victim is the oldest run of the
+    queue whose oldest run is worth least, or the oldest of all if they are equal. In a class whose blocks come back
+    only after a while, as when documents are scanned repeatedly, the victim is the youngest run.
+
+    While `Judge` prefers recency, all runs are worth the same.
     """
 
     learns = True
@@ -79,7 +79,7 @@ class Adaptive(EvictionOrder):
 
     def enter(self, place: QueueNode, /, *, first: bool = False) -> None:
         run = place.run
-        if run.last_use < 0:  # it was loaded, because a request wants it
+        if run.last_use < 0:  # loaded from storage or a peer
             run.last_use = self._history.now
         queue = self.queues[run.use_class]
         (queue.put_oldest if first else queue.touch)(place)
@@ -90,7 +90,7 @@ class Adaptive(EvictionOrder):
     def candidates(self) -> Iterator[Run]:
         first = self._first()
         if first is not None:
-            yield first  # mostly nobody asks for a second one
+            yield first  # usually no second one is needed
             lines = [((self.worth(run), run.last_use, run) for run in queue) for queue in self.queues]
             for _, _, run in merge(*lines, key=itemgetter(0, 1)):
                 if run is not first:
@@ -120,17 +120,17 @@ EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionOrder]] = {
     "adaptive": Adaptive,
     "lru": lambda history: EvictionOrder(),
 }
-"""By name. A new one is a line here, and a class above."""
+"""Orders by name. To add one, add a line here and a class above."""
 
 
 def eviction_order(name: str, history: ReuseHistory) -> EvictionOrder:
-    """Raises `ConfigError`."""
+    """Make an order by its name. Raises `ConfigError` for an unknown one."""
     return EVICTION_POLICIES[one_of("eviction_policy", EVICTION_POLICIES, name)](history)
 
 
 EVICTION_POLICY = Flag(
     "eviction_policy",
-    "which block the cache gives up first",
+    "which block is evicted first",
     default=KVCacheConfig.eviction_policy,
     group="cache",
     unit="NAME",

@@ -1,4 +1,4 @@
-"""HostDuplicates: what is on the device as well leaves the host first, where the host tier is short."""
+"""HostDuplicates: host copies of blocks that are on the device too, which leave a small host tier first."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ from ..block_pool import BlockPool
 from ..run import HostCopy, RunQueue
 
 SHORT_HOST = 2
-"""Times as large as the device tier: of a larger host tier what it holds twice is a small part, and each copy that it
-saves by giving that up is paid with many.
+"""Host tiers above this multiple of the device tier keep their duplicates: they are a small part of it, and dropping
+them costs many copies for each one saved.
 """
 
 
 class HostDuplicates(RunQueue):
-    """Host copies that leave before all others, the youngest first. A run that came back to the device, or was used
-    there, will stay there for a while: its host copy is a *duplicate*. A copy made because its run is about to leave
-    the device is not.
+    """Host copies that leave before all others, the youngest first.
 
-    Nothing is lost with a duplicate, and it may go although requests use its run; but it is copied again when the run
-    leaves the device.
+    The host copy of a run that returned to the device, or was used there, is a *duplicate*: the run will stay there for
+    a while. A copy made because its run is about to leave the device is not. A duplicate may be dropped although
+    requests use its run. Its blocks are copied again when the run leaves the device, so `are_saved` must say that the
+    write policy does that.
     """
 
     def __init__(self, device_pool: BlockPool[Any], host_pool: BlockPool[Any], *, are_saved: bool) -> None:
-        """`are_saved`: what leaves the device without a host copy is copied then. Else no duplicate may go."""
         super().__init__()
         self._device_pool, self._host_pool = device_pool, host_pool
         self.may_be = are_saved
-        """Else there is never any."""
+        """False: no host copy is ever a duplicate."""
 
     @property
     def are_wanted(self) -> bool:
-        """Is what the host may hold twice worth more than the copies?"""
+        """True if the slots that duplicates take are worth more than the copies that keeping them saves."""
         return self.may_be and self._host_pool.size <= SHORT_HOST * self._device_pool.size
 
     def take(self, host: HostCopy) -> bool:
-        """Is the copy of a run that was used, or came to the device, a duplicate now? Then it is in this queue, else in
-        its own or, if it was a duplicate, in none.
+        """Decide about the copy of a run that was used or came to the device. True: it is a duplicate, in this queue.
+        False: it is not; if it was one before, it is in no queue now.
         """
         if host.run.on_device and self.are_wanted:
             host.is_duplicate = True

@@ -1,1 +1,1 @@
-"""What traffic teaches about blocks: how soon those used once, twice or often are used again."""
+"""Learning from traffic how soon blocks used once, twice or often are used again."""

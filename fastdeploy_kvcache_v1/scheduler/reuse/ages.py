@@ -1,7 +1,7 @@
-"""LiveAges: how much of what was used has not been used again yet, by age.
+"""LiveAges: how many blocks were last used how long ago.
 
 An exponential histogram (M. Datar, A. Gionis, P. Indyk, R. Motwani, Maintaining stream statistics over sliding windows,
-SIAM J. Computing 31(6), 2002): spans of time that are the longer the older they are, at most a quarter of their age.
+SIAM J. Computing 31(6), 2002). Its spans of time grow with age, to at most a quarter of their age.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ FIRST_SPAN = 4
 """Requests that the youngest spans cover."""
 
 MERGED_AT_ONCE = 16
-"""Spans; to merge them one by one would cost more."""
+"""Spans added before a merge: merging each time would cost more."""
 
 
 class LiveAges:
-    """Weights by class and span. Time is a count of requests and never runs back."""
+    """Weights (numbers of blocks) by class and span. Time is a count of requests and never runs back."""
 
     def __init__(self, num_classes: int, now: int = 0) -> None:
         self._num_classes = num_classes
@@ -26,7 +26,7 @@ class LiveAges:
         self._most_spans = MERGED_AT_ONCE
 
     def young(self, now: int) -> list[float]:
-        """The weights, by class, of what was used last at `now`: to be added to."""
+        """Return the weights by class of blocks used at `now`, for the caller to add to."""
         if now >= self._starts[-1] + FIRST_SPAN:
             self._starts.append(now)
             self._weights.append([0.0] * self._num_classes)
@@ -35,20 +35,20 @@ class LiveAges:
         return self._weights[-1]
 
     def remove(self, time: int, use_class: int, weight: float) -> None:
-        """What was used at `time` has been used again, or is not watched any more."""
+        """Remove blocks used at `time`: they were used again, or are not watched any more."""
         weights = self._weights[bisect_right(self._starts, time, 1) - 1]
         left = weights[use_class] - weight
         weights[use_class] = left if left > 0 else 0.0
 
     def spans(self, now: int) -> Iterator[tuple[int, int, Sequence[float]]]:
-        """Youngest first: ages between which its uses lie, and the weight of each class."""
+        """Yield each span, youngest first: its lower and upper age, and the weights by class."""
         end = now
         for start, weights in zip(reversed(self._starts), reversed(self._weights), strict=True):
             yield now - end, now - start, weights
             end = start
 
     def age_of(self, now: int, weight: float) -> int:
-        """The age below which `weight` lies: how long ago the last one of so many was used that were used last."""
+        """Return the age below which `weight` lies: the age of the last block of an LRU cache of that size."""
         for young, old, weights in self.spans(now):
             total = sum(weights)
             if total >= weight:
@@ -57,7 +57,7 @@ class LiveAges:
         return now + 1
 
     def _merge(self, now: int) -> None:
-        """Make one of neighbours that are short for their age together."""
+        """Merge neighbours that together are short for their age."""
         starts, merged, end = [self._starts[-1]], [self._weights[-1]], now
         for start, weights in zip(self._starts[-2::-1], self._weights[-2::-1], strict=True):
             if 4 * (end - start) <= now - end:

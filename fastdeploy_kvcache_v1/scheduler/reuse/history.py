@@ -1,7 +1,7 @@
-"""ReuseHistory: when the watched blocks of past prompts were used last, and how often; what that says about others.
+"""ReuseHistory: learns from past prompts how soon blocks are used again, and so what keeping a block is worth.
 
-It looks at requests, not at the cache: what it learns does not depend on what was evicted. It costs O(log n) for a
-prompt of n blocks, and its memory is bounded.
+It watches requests, not the cache, so evictions do not change what it learns. A prompt of n blocks costs O(log n).
+Memory is bounded.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from .watched import IN_USE, Group, WatchedBlocks, last_watched
 REQUESTS_PER_REFRESH = 64
 
 ALL_EQUAL = table()
-"""What blocks are worth while recency rules."""
+"""Worth of blocks while eviction falls back to recency."""
 
 DOUBT = 0.5
-"""Evidence of so many average requests is shared by all classes of blocks before one is told from the others, at each
-of the ages that are told apart.
-"""
+"""Weight of the prior, in average requests: every class starts with the common rate of all classes, at each age."""
 
 
 Stretch = tuple[int, int]
-"""Blocks of a prompt that are of one class, up to the next stretch above: how many there are from the start of the
-prompt to its last one, and the class. A plain tuple, because several are made for each request.
+"""Consecutive blocks of a prompt that have one class: the depth of the last one in blocks from the start of the prompt,
+and the class. It begins where the next stretch above ends. A plain tuple, because each request makes several.
 """
 
 
 class ReuseHistory:
-    """Time is the number of requests that were admitted."""
+    """Learns from requests. Its time is the number of admitted requests.
+
+    `most_watched` returns how many blocks may be watched; `num_evictable` returns how many blocks not in use the cache
+    can hold. Both are called again, because the size of the cache may change.
+    """
 
     def __init__(self, most_watched: Callable[[], int], num_evictable: Callable[[], int]) -> None:
-        """Both are asked again and again, since the size of the cache may change: how many blocks may be watched, and
-        how many a cache of this size can hold beside those in use.
-        """
         self.now = 0
         self._rates = ReuseRates()
         self._ages = LiveAges(NUM_CLASSES)
@@ -47,23 +46,23 @@ class ReuseHistory:
         self._num_evictable = num_evictable
         self._num_blocks_seen = 0
         self.lru_age = 0
-        """What was used less than so long ago, an LRU order would still hold."""
+        """Age up to which an LRU cache of this size would still hold a block."""
         self._watched = WatchedBlocks()
         self._worths = ALL_EQUAL
         self.ripening: Sequence[int] = ()
         """Classes whose youngest blocks may be worth less than older ones."""
 
     def __len__(self) -> int:
-        """Blocks that are watched."""
+        """Number of watched blocks."""
         return len(self._watched)
 
     def worth(self, run: Run) -> float:
-        """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
+        """Return the value of keeping a block of `run` per unit of time. Equal for all while recency rules."""
         age = self.now - run.last_use
         return self._worths[run.use_class][AGE_CLASSES[(age * age).bit_length()]]
 
     def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> Sequence[Group]:
-        """A request is admitted that has these blocks; it finds `num_cached` of them. Returns what `ended` takes."""
+        """Record an admitted request with these blocks, of which `num_cached` were hit. Returns `before` for `ended`."""
         now = self.now = self.now + 1
         self._num_blocks_seen += len(hashes)
         held_since = now - self.lru_age
@@ -88,8 +87,8 @@ class ReuseHistory:
         return groups
 
     def ended(self, hashes: Sequence[BlockHash], num_cached: int, before: Sequence[Group] = ()) -> list[Stretch]:
-        """A request has ended whose first `num_cached` blocks are cached: they count as used now. Returns the stretches
-        of these blocks, the deepest first. `before`: what `arrived` returned, if it arrived.
+        """Record the end of a request: its first `num_cached` blocks, which are cached, count as used now. Returns
+        their stretches, the deepest first. `before`: the result of `arrived`, if it was called.
         """
         now, last_class = self.now, -1
         weights, stretches = self._ages.young(now), list[Stretch]()
@@ -106,7 +105,7 @@ class ReuseHistory:
         return stretches
 
     def forget(self) -> None:
-        """The cache was emptied. What was learned stays."""
+        """Forget all watched blocks, because the cache was emptied. Learned rates stay."""
         self._watched.forget()
         self._ages = LiveAges(NUM_CLASSES, self.now)
 

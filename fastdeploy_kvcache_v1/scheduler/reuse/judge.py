@@ -1,31 +1,29 @@
-"""Judge: does what was learned find more than recency alone? If not, recency rules for a while."""
+"""Judge: decides whether the learned rates hit more than recency alone. If not, eviction is LRU for a while."""
 
 from __future__ import annotations
 
 from math import hypot, sqrt
 
 DECAY = 0.98
-"""Per refresh: a comparison looks at the last 50 or so."""
+"""Per refresh: a comparison covers about the last 50."""
 SURE = 1.5
-"""Standard errors by which what was learned must find less than recency would, to be doubted."""
+"""Standard errors by which learned rates must hit less than recency would before recency takes over."""
 LEAST, MOST = 0.01, 0.05
-"""What that means at least and at most, of what recency would find: so much less is always doubted, or never."""
+"""Bounds of that margin, as a share of the hits of recency."""
 SHORTEST = 8
 LONGEST = 512
-"""Refreshes for which recency rules; twice as long each time that it is found better."""
+"""Refreshes for which recency rules: doubled, up to `LONGEST`, each time that it proves better."""
 
 
 class Share:
-    """What was found, as a share of an estimate, and how far chance may have moved it: a ratio of sums over refreshes,
-    and its standard error.
-    """
+    """Hits as a share of an estimate: a ratio of sums over refreshes, with its standard error."""
 
     def __init__(self) -> None:
         self._found = self._estimate = 0.0
         self._squares = self._products = self._estimate_squares = 0.0
 
     def add(self, found: int, estimate: int) -> None:
-        """Those of one refresh. Earlier ones count less from now on."""
+        """Add the counts of one refresh. Earlier refreshes count less from now on."""
         self._found = DECAY * self._found + found
         self._estimate = DECAY * self._estimate + estimate
         self._squares = DECAY * self._squares + found * found
@@ -38,37 +36,37 @@ class Share:
 
     @property
     def error(self) -> float:
-        """Of itself."""
+        """Standard error as a share of `value`."""
         value = self.value
         residuals = self._squares - 2 * value * self._products + value * value * self._estimate_squares
         return sqrt(max(0.0, residuals)) / self._found if self._found else 0.0
 
 
 class Judge:
-    """Compares what requests found with what an LRU order would have held for them, by the ages of watched blocks.
+    """Compares the hits of requests with an estimate of the hits of LRU, made from the ages of watched blocks.
 
-    That estimate leaves out what is in use and what is not committed yet, which may be some per cent. So recency rules
-    first, and whenever it rules the estimate is compared with the truth.
+    The estimate ignores blocks in use and blocks not committed yet, which can be a few per cent. So recency rules
+    first, and while it rules, its real hits calibrate the estimate.
     """
 
     def __init__(self) -> None:
         self.trusts = False
-        """Rules what was learned?"""
+        """True: eviction follows the learned rates. False: plain recency."""
         self._found = self._estimate = 0
-        """Since the last refresh."""
+        """Hits since the last refresh, real and estimated."""
         self._now, self._lru = Share(), Share()
-        """Of the estimate: what is found since the last change, and what recency found when it ruled last."""
+        """Hits as a share of the estimate: since the last change, and when recency ruled last."""
         self._term = SHORTEST
         self._refreshes = 0
-        """Since the last change."""
+        """Number of refreshes since the last change."""
 
     def compare(self, found: int, found_by_lru: int) -> None:
-        """Blocks that a request found, and what the estimate for LRU says."""
+        """Add the blocks that a request hit, and the estimate for LRU."""
         self._found += found
         self._estimate += found_by_lru
 
     def refresh(self) -> None:
-        """Decide again. To be called while blocks are evicted: otherwise all orders are equal."""
+        """Decide again. Call it only while blocks are evicted: otherwise all orders hit the same."""
         self._refreshes += 1
         self._now.add(self._found, self._estimate)
         self._found = self._estimate = 0

@@ -1,10 +1,10 @@
-"""ReuseRates: the chance that a block is used again soon, given how often it was used and how long ago.
+"""ReuseRates: the chance that a block is used again soon, given how often and how long ago it was used.
 
-A block's worth is the most that keeping it can earn per unit of time: over all horizons, the best ratio of the chance
-to be used within it to the expected time until then. That is the Gittins index of a job whose service is the wait for
-the next use (J. C. Gittins, Bandit processes and dynamic allocation indices, J. Royal Statistical Society B 41(2),
-1979); with the one horizon at which blocks are evicted it would be the "hit density" of LHD (N. Beckmann, H. Chen,
-A. Cidon, LHD: improving cache hit rate by maximizing hit density, NSDI 2018).
+A block's worth is the most that keeping it can earn per unit of time. Over all horizons, it is the best ratio of the
+chance of a use within the horizon to the expected wait. That is the Gittins index of a job whose service is the wait
+for the next use (J. C. Gittins, Bandit processes and dynamic allocation indices, J. Royal Statistical Society B 41(2),
+1979). With one horizon, the age at eviction, it would be the "hit density" of LHD (N. Beckmann, H. Chen, A. Cidon, LHD:
+improving cache hit rate by maximizing hit density, NSDI 2018).
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from math import isqrt
 
 MOST_USES = 8
 CLASSES = tuple(uses.bit_length() for uses in range(MOST_USES + 1))
-"""By uses: none since it was computed, 1, 2 or 3, 4 to 7, more."""
+"""Use class by number of uses since the block was computed: 0, 1, 2 or 3, 4 to 7, more."""
 NUM_CLASSES = CLASSES[-1] + 1
 NUM_AGES = 41
-"""By age in requests: below 8, then two in each octave."""
+"""Classes of ages, counted in requests: below 8, then two per octave."""
 DECAY = 0.98
-"""Per refresh: what was seen 50 refreshes ago counts a third."""
+"""Per refresh: observations of 50 refreshes ago count a third."""
 
 RIPE = 0.5
-"""Of the most that a block is ever worth; a smaller difference is noise."""
+"""A class comes back late if its youngest blocks are worth less than this share of its best ones."""
 
 Table = list[list[float]]
+"""Numbers by use class, then by class of age."""
 
 YOUNG_BITS = 6
-"""Of the square of an age below 8."""
+"""Bits of the square of an age below 8."""
 
 
 def age_classes(young_bits: int) -> tuple[int, ...]:
-    """By the number of bits of the square of an age, which is one more where the age is half an octave higher."""
+    """Class of an age by the number of bits of its square, which grows by one with each half octave."""
     return tuple(min(max(0, bits - young_bits), NUM_AGES - 1) for bits in range(129))
 
 
 def age_widths(young_bits: int) -> tuple[int, ...]:
-    """Requests that pass in each class of ages."""
+    """Number of ages in each class."""
     ends = [isqrt((1 << young_bits + age_class) - 1) + 1 for age_class in range(NUM_AGES)]
     return tuple(end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True))
 
@@ -46,7 +47,7 @@ AGE_WIDTHS = age_widths(YOUNG_BITS)
 
 
 class ReuseRates:
-    """What was used again and what could have been, in blocks, by class and age; forgotten little by little."""
+    """Blocks that were used again, and blocks that could have been, by class and age, with exponential forgetting."""
 
     def __init__(self) -> None:
         self._used = table()
@@ -56,20 +57,20 @@ class ReuseRates:
         self._used[use_class][AGE_CLASSES[(age * age).bit_length()]] += num_blocks
 
     def exposed(self, age: int, num_blocks: Sequence[float], num_requests: int) -> None:
-        """So many blocks of that age, by class, could have been used by each of `num_requests`."""
+        """Record that each of `num_requests` could have used these blocks of that age, given by class."""
         age_class = AGE_CLASSES[(age * age).bit_length()]
         for exposed, count in zip(self._exposed, num_blocks, strict=True):
             exposed[age_class] += num_requests * count
 
     def fade(self) -> None:
-        """What was seen counts less from now on."""
+        """Let earlier observations count less from now on."""
         for row in (*self._used, *self._exposed):
             row[:] = [DECAY * value for value in row]
 
     def learned(self, doubt: float) -> tuple[Table, Sequence[int]]:
-        """What a block is worth, by class and `AGE_CLASSES`, 0 while nothing is known; and classes whose blocks are
-        worth more when they are older: they come back after a while, not at once. To the evidence of each class,
-        `doubt` blocks used again at the rate of all classes are added.
+        """Return the worth of a block by class and age, and the classes whose blocks are worth more when older.
+
+        The worth is 0 while nothing is known. Each class has a prior: `doubt` blocks used at the rate of all classes.
         """
         worths, shared = [], self._shared_rates()
         for used, exposed in zip(self._used, self._exposed, strict=True):
@@ -81,8 +82,8 @@ class ReuseRates:
         return worths, [use_class for use_class, row in enumerate(worths) if row[0] < RIPE * max(row)]
 
     def _shared_rates(self) -> list[float]:
-        """Uses per block and request, of all classes together. Where none was seen, half of the rate at the age before:
-        as rare as evidence can be there.
+        """Return uses per block and request of all classes together. Without observations at an age, it is half the
+        rate of the age before.
         """
         rates, rate = list[float](), 0.0
         for uses, chances in zip(_totals(self._used), _totals(self._exposed), strict=True):
@@ -100,10 +101,10 @@ def _totals(table: Table) -> list[float]:
 
 
 def _best_ratios(rates: Sequence[float]) -> list[float]:
-    """By age: the best ratio, over all horizons, of the chance of a use to the expected wait.
+    """Return, by age, the best ratio over all horizons of the chance of a use to the expected wait.
 
-    Both add up from age to age, so a horizon's ratio is the slope between two points of one curve, and the best one the
-    slope of its upper hull.
+    Both add up from age to age. So the ratio of a horizon is the slope between two points of one curve, and the best
+    ratio is the slope of its upper hull.
     """
     points, unused, wait = [(0.0, 0.0)], 1.0, 0.0
     for rate, width in zip(rates, AGE_WIDTHS, strict=True):
@@ -124,4 +125,4 @@ def _best_ratios(rates: Sequence[float]) -> list[float]:
 
 def _slope(point: tuple[float, float], other: tuple[float, float]) -> float:
     wait = other[0] - point[0]
-    return (other[1] - point[1]) / wait if wait > 0 else 0.0  # nobody waits any more: everything was used
+    return (other[1] - point[1]) / wait if wait > 0 else 0.0  # no wait is left: everything was used

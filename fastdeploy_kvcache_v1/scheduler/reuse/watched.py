@@ -1,7 +1,6 @@
-"""WatchedBlocks: some blocks of past prompts, four in each octave of depth, in groups that the same requests have used.
+"""WatchedBlocks: a sample of the blocks of past prompts, four per octave of depth, in groups used by the same requests.
 
-A group is to watched blocks what a run is to cached ones: a request that uses all of it costs the same however many
-blocks it has. It is cut where a prompt leaves it, or ends.
+A request that uses a whole group costs O(1), independent of its size. A group is cut where a prompt leaves it or ends.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ def _depths() -> tuple[int, ...]:
 
 
 DEPTHS = _depths()
-"""In blocks from the start of the prompt, ascending. The same for every prompt, so prompts with a common prefix have
-common watched blocks; each stands for the blocks between the one before and itself."""
+"""Depths of watched blocks, in blocks from the start of the prompt, ascending. They are the same for every prompt, so
+prompts with a common prefix share watched blocks. Each one also stands for the blocks behind the one before it."""
 
 ABOVE = (0, *DEPTHS)
-"""Blocks of a prompt above those that its watched blocks, from each on, stand for."""
+"""Depth of the watched block before each one."""
 
 IN_USE = -1
-"""In place of a time: a running request uses the blocks, so no eviction can take them."""
+"""Replaces a time while a running request uses the blocks, so that they cannot be evicted."""
 
 
 def last_watched(depth: int) -> int:
-    """The deepest watched block up to `depth`; 0 if there is none."""
+    """Return the depth of the deepest watched block up to `depth`, or 0."""
     return ABOVE[bisect_right(DEPTHS, depth)]
 
 
 class Group:
-    """Watched blocks that follow each other in a prompt: those at `DEPTHS[begin:end]`."""
+    """Consecutive watched blocks of a prompt: those at `DEPTHS[begin:end]`."""
 
     __slots__ = ("begin", "depth", "end", "generation", "time", "uses")
 
@@ -48,46 +47,46 @@ class Group:
         self.begin = begin
         self.end = end
         self.depth = DEPTHS[end - 1]
-        """Blocks from the start of the prompt to the last one."""
+        """Depth of its last block."""
         self.uses = uses
-        """Later requests that found them computed before, as far as they are counted."""
+        """Number of later requests that found them computed, counted up to `MOST_USES`."""
         self.time = time
-        """Of the last use, or `IN_USE`."""
+        """Time of the last use, or `IN_USE`."""
         self.generation = generation
-        """The last one in which they were used: it holds their names."""
+        """Last generation in which they were used; it holds their hashes."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the watched ones stand for."""
+        """Number of blocks that the watched ones stand for."""
         return self.depth - ABOVE[self.begin]
 
 
 class WatchedBlocks:
-    """Groups by the names of their blocks. Names are chained: a prompt that shares a block shares all before it.
+    """Groups by the hashes of their blocks. Hashes are chained: prompts that share a block share all blocks before it.
 
-    There are two generations. What is used moves to the younger one, and the older one is forgotten as a whole: so the
-    start of a prompt is never forgotten before its rest.
+    There are two generations. Groups that are used move to the younger one; the older one is forgotten as a whole. So
+    the start of a prompt is never forgotten before its rest.
     """
 
     def __init__(self) -> None:
         self._generation = 0
         self._young: dict[BlockHash, Group] = {}
         self._old: dict[BlockHash, Group] = {}
-        """Of what has moved to the younger generation since, the names are still here, too."""
+        """Keeps the hashes of groups that have moved to the younger generation."""
 
     def __len__(self) -> int:
-        """Names that are kept; after `make_room` at most as many as it allows, but for those of one prompt."""
+        """Number of kept hashes. `make_room` bounds it, except for the hashes of one prompt."""
         return len(self._young) + len(self._old)
 
     def use(self, hashes: Sequence[BlockHash], num_blocks: int, before: Sequence[Group] = ()) -> list[Group]:
-        """The groups of the first `num_blocks` of a prompt, in its order, as far as they are known. The last one is cut
-        where the prompt leaves it. O(groups), and O(log n) for one that is cut or moves to the younger generation.
+        """Return the known groups of the first `num_blocks` of a prompt, in prompt order. The last group is cut where
+        the prompt leaves it. O(groups), plus O(log n) for a group that is cut or changes its generation.
 
-        `before`: what it returned for the same prompt before, or nothing. What is still so is not looked up again.
+        `before`: an earlier result for the same prompt. Groups that have not changed are not looked up again.
         """
         groups: list[Group] = []
         generation, end, begin = self._generation, bisect_right(DEPTHS, num_blocks), 0
-        for same in before:  # a cut leaves a group its end, and takes its beginning
+        for same in before:  # a cut group keeps its end and loses its beginning
             if same.begin != begin or same.end > end or same.generation != generation:
                 break
             groups.append(same)
@@ -117,7 +116,7 @@ class WatchedBlocks:
         return self._young.get(block) or self._old.get(block)
 
     def use_all(self, hashes: Sequence[BlockHash], num_blocks: int, before: Sequence[Group] = ()) -> list[Group]:
-        """As `use`, with a new group that is `IN_USE` for blocks that are not known."""
+        """As `use`, but with a new group, which is `IN_USE`, for unknown blocks."""
         groups, end = self.use(hashes, num_blocks, before), bisect_right(DEPTHS, num_blocks)
         known = groups[-1].end if groups else 0
         if known < end:
@@ -127,8 +126,8 @@ class WatchedBlocks:
         return groups
 
     def make_room(self, most_blocks: int) -> None:
-        """Forget the older generation if the younger one has half of what there may be. Where that was more before,
-        there are more until the younger one is full again.
+        """Forget the older generation if the younger one has more than half of `most_blocks`. After a decrease of
+        `most_blocks`, more blocks are kept until the younger generation is full again.
         """
         if len(self._young) > most_blocks // 2:
             self._generation += 1
@@ -139,7 +138,9 @@ class WatchedBlocks:
         self._young, self._old = {}, {}
 
     def _cut(self, group: Group, hashes: Sequence[BlockHash], end: int) -> Group:
-        """A new group for its upper part, as far as it has the first `end` watched blocks of the prompt. O(log n)."""
+        """Cut off and return the upper part of `group`: the blocks among the first `end` watched ones that the prompt
+        shares. O(log n).
+        """
 
         def is_left(index: int) -> bool:
             return self._group(hashes[DEPTHS[index] - 1]) is not group
