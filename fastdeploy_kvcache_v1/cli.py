@@ -27,28 +27,28 @@ class Command(NamedTuple):
     module: str
     help: str
     extras: str = ""
-    """Those that install what it imports, separated by commas. `--help` does without."""
+    """Extras that install its imports, separated by commas. `--help` works without them."""
     passes_flags_on: bool = False
 
 
 COMMANDS = (
     Command("serve", ".lab.server.command", "start the OpenAI-compatible server", "embedded", passes_flags_on=True),
     Command("router", ".lab.router", "send requests to prefill and decode servers", "embedded"),
-    Command("demo", ".lab.demo", "show what the cache is worth, in two minutes", "embedded,demo"),
-    Command("replay", ".lab.replay", "drive the cache manager alone with a request trace"),
-    Command("traffic", ".lab.traffic", "write a request trace for replay: chat, agents, batch jobs, and others"),
-    Command("storage", ".storage.file.command", "look after a directory of stored blocks", "embedded"),
+    Command("demo", ".lab.demo", "show the effect of the cache, in two minutes", "embedded,demo"),
+    Command("replay", ".lab.replay", "run a request trace through the cache manager alone"),
+    Command("traffic", ".lab.traffic", "generate a request trace for replay: chat, agents, batch jobs and others"),
+    Command("storage", ".storage.file.command", "inspect and clean a directory of stored blocks", "embedded"),
     Command("doctor", ".doctor", "check FastDeploy, its patch points and this machine"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 for a wrong setting or a missing extra, in one line; a bug shows its traceback."""
+    """Run a command. Returns the exit status: 2 for a wrong setting or a missing extra, with an error of one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((each for each in COMMANDS if words[:1] == [each.name]), None)
     if command is None:
         _overview().parse_args(words)
-        return EXIT_ERROR  # not reached: one of the words is missing or wrong
+        return EXIT_ERROR  # not reached: parse_args ends the process
     try:
         with needed_by(command.name, command.extras):
             return _run(command, words[1:])
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: Command, words: Sequence[str]) -> int:
     if command.module.startswith(".lab.") and importlib.util.find_spec(".lab", __package__) is None:
         todo = "pip install --force-reinstall fastdeploy-kvcache-v1"
-        raise ConfigError(f"{command.name} needs the lab, which this installation lacks: {todo}")
+        raise ConfigError(f"{command.name} needs the lab, which is not installed: {todo}")
     module = importlib.import_module(command.module, __package__)
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command.name}", description=command.help, allow_abbrev=False)
     module.add_arguments(parser)
@@ -74,7 +74,7 @@ def _run(command: Command, words: Sequence[str]) -> int:
 
 
 def _overview() -> argparse.ArgumentParser:
-    """Knows the commands' names only: enough for --help and for mistakes."""
+    """Make a parser that knows only the names of commands, for `--help` and for mistakes."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description="The v1 KV-cache manager for FastDeploy.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     choices = parser.add_subparsers(metavar="COMMAND", required=True)

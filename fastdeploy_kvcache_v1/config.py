@@ -1,7 +1,7 @@
-"""One frozen, validated settings object for the scheduler half, and where a user's files stay.
+"""KVCacheConfig: the validated settings of the scheduler half. Also the cache directory of a user.
 
-Defaults of these settings stand here only: both servers, `replay` and the benchmarks take them from here, the flags
-among them by `contract/flags.py`. FastDeploy's block size is FastDeploy's own.
+Both servers, `replay`, the benchmarks and the flags (by `contract/flags.py`) take their defaults from here. Only
+FastDeploy's block size comes from FastDeploy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["KVCacheConfig", "WritePolicy", "cache_directory", "one_of"]
 
 
 def one_of(name: str, choices: Iterable[str], given: Any) -> Any:
-    """`given`. Raises `ConfigError` for what is none of the `choices`; `name` is what the user calls the setting."""
+    """Return `given` if it is one of `choices`, else raise `ConfigError` with the user's `name` of the setting."""
     if given not in (known := tuple(choices)):
         raise ConfigError(f"{name} must be one of {', '.join(known)}, got {given!r}")
     return given
@@ -29,20 +29,20 @@ class WritePolicy(str, enum.Enum):
     """When a block gets its host copy."""
 
     AUTO = "auto"
-    """When the device tier evicts it, or is about to, unless what it would replace on the host is worth more."""
+    """Just before the device tier evicts it, unless it is worth less than the block it would replace on the host."""
     WRITE_THROUGH = "write_through"
     """As soon as it is complete."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """Once it has been hit `write_through_threshold` times."""
+    """After `write_through_threshold` hits."""
     WRITE_BACK = "write_back"
     """When the device tier evicts it."""
 
     @classmethod
     def chosen(cls, policy: str | None, threshold: int | None, *, stores: bool = False) -> WritePolicy:
-        """What a user who gave these flags, or None, wants: a threshold alone means `write_through_selective`.
+        """Choose the policy from two flags, each None if not given: a threshold alone means `write_through_selective`.
 
-        `stores`: storage takes what reaches the host. For others to find a block soon, it must get there at once.
-        Raises `ConfigError`.
+        `stores`: there is storage, which takes blocks from the host. The default is then `write_through`, so that other
+        servers find blocks soon. Raises `ConfigError`.
         """
         if policy:
             return cls(one_of("--write-policy", cls, policy))
@@ -52,7 +52,6 @@ class WritePolicy(str, enum.Enum):
 
 
 DEFAULT_PORT = 8000
-"""Of both servers."""
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -72,19 +71,19 @@ class KVCacheConfig:
     write_through_threshold: int = 2
     enable_prefix_caching: bool = True
     eviction_policy: str = "adaptive"
-    """Which block is lost first: a name of `scheduler/policies/eviction.py`, else `CacheManager` refuses it. It is the
-    order of the host tier, or of the device tier where there is no other: above the last tier the order is LRU.
+    """Eviction order of the last tier: the host, or the device if there is no host tier. A device tier above a host
+    tier uses LRU. A name of `scheduler/policies/eviction.py`; `CacheManager` refuses any other.
     """
     device_eviction: str = ""
-    """The order of the device tier, if it is to be another one, see `device_order`."""
+    """Overrides the order of the device tier."""
     host_eviction: str = ""
-    """The order of the host tier, likewise."""
+    """Overrides the order of the host tier."""
     lookahead_requests: int = 32
-    """Waiting requests whose prefixes an eviction spares as long as it can. 0: none."""
+    """Number of waiting requests whose prefixes are evicted last. 0: none."""
     shared_prefill_tokens: int = 256
-    """Requests wait one batch for a prefix that it computes for another one, if that saves so many tokens. 0: never."""
+    """Requests wait one batch for a prefix computed for another one, if that saves so many tokens. 0: never."""
     max_queued_events: int = 262_144
-    """Blocks that events not taken yet may name; past it, `take_events` describes the whole cache. 0: no events."""
+    """Blocks that untaken events may name. Above it, `take_events` describes the whole cache. 0: no events."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", WritePolicy(one_of("write_policy", WritePolicy, self.write_policy)))
@@ -103,27 +102,27 @@ class KVCacheConfig:
 
     @classmethod
     def of_flags(cls, values: Any, **given: Any) -> KVCacheConfig:
-        """The fields `given`, and others whose names `values` has as attributes, unless they are None there."""
+        """Make settings from `given`, and other fields from attributes of `values` that exist and are not None."""
         others = {each.name: getattr(values, each.name, None) for each in fields(cls) if each.name not in given}
         return cls(**{name: value for name, value in others.items() if value is not None}, **given)
 
     @property
     def device_order(self) -> str:
-        """Name of the policy by which blocks leave the device."""
+        """Name of the eviction order of the device tier."""
         return self.device_eviction or ("lru" if self.num_host_blocks else self.eviction_policy)
 
     @property
     def host_order(self) -> str:
-        """Name of the policy by which blocks leave the host."""
+        """Name of the eviction order of the host tier."""
         return self.host_eviction or self.eviction_policy
 
 
 CACHE_VARIABLE = "FASTDEPLOY_KVCACHE_CACHE"
-"""Names the cache directory; without it, `fastdeploy-kvcache` in the user's own."""
+"""Names the cache directory. The default is `fastdeploy-kvcache` in the user's cache directory."""
 
 
 def cache_directory() -> Path:
-    """Absolute; need not exist yet. Raises `ModelFetchError` for a user without home directory."""
+    """Return the absolute path, which may not exist yet. Raises `ModelFetchError` for a user without home directory."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).absolute()
@@ -132,5 +131,5 @@ def cache_directory() -> Path:
         return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "fastdeploy-kvcache"
     except RuntimeError:
         raise ModelFetchError(
-            f"this user has no home directory: set {CACHE_VARIABLE} to a directory for models"
+            f"got no home directory for this user: set {CACHE_VARIABLE} to a directory for models"
         ) from None

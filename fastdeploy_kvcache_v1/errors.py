@@ -1,27 +1,27 @@
 """The exception tree of the package.
 
-KVCacheError
-├── ConfigError                a setting is wrong; the message says which and what to do
-├── CacheStateError            the caller broke a contract (a bug, never a load condition)
-│   ├── UnknownRequestError    the request is not (or no longer) known to the manager
-│   ├── BlockPoolError         a slot was freed twice, or by a caller that does not own it
-│   └── UnsupportedCopyError   blocks are to be copied between two tiers that no copy path connects
-├── InvariantError             `check()` found damaged state
-├── PoolInUseError             a resize would take slots from running requests; nothing changed
-├── OverlayError               FastDeploy differs from what the patch table expects; nothing is served
-├── TransferError              a copy between tiers failed; its target must not be read
-│   ├── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
-│   └── RemoteReadError        blocks of another server were not read; no byte of them arrives any more
-├── PeerRefusedError           a prefill or decode peer is not who it should be, or its cache does not fit ours
-├── StorageError               a store of blocks failed; what was asked for counts as not stored
-├── ModelError                 a model directory is incomplete or does not fit its configuration
-├── ModelFetchError            a model cannot be downloaded or converted here; the message says what to do
-├── TraceError                 a request trace has a broken line (named by its number)
-├── MessageVersionError        engine and worker speak different versions of a message
-├── RankGroupError             the tensor-parallel ranks cannot compute together any more
-│   ├── RankLostError          one of them ended or does not answer
-│   └── RanksDisagreeError     two of them computed something else for the same tokens
-└── WorkerDiedError            the worker process ended while requests needed it
+    KVCacheError
+    ├── ConfigError                a setting is wrong
+    ├── CacheStateError            a caller broke a contract: always a bug, never a matter of load
+    │   ├── UnknownRequestError    the manager does not know the request, or it has ended
+    │   ├── BlockPoolError         a slot was freed twice, or by a caller that does not own it
+    │   └── UnsupportedCopyError   no copy path connects the two tiers
+    ├── InvariantError             `check()` found damaged state
+    ├── PoolInUseError             a resize would take slots from running requests
+    ├── OverlayError               FastDeploy differs from what the patch table expects
+    ├── TransferError              a copy between tiers failed
+    │   ├── LayerSwapTimeoutError  a layer's swap-in timed out
+    │   └── RemoteReadError        a read from another server failed
+    ├── PeerRefusedError           a prefill or decode peer has a wrong identity or another kind of cache
+    ├── StorageError               a store of blocks failed
+    ├── ModelError                 a model directory is incomplete or does not fit its configuration
+    ├── ModelFetchError            a model cannot be downloaded or converted
+    ├── TraceError                 a request trace has a broken line
+    ├── MessageVersionError        engine and worker use different versions of a message
+    ├── RankGroupError             the tensor-parallel ranks cannot compute together any more
+    │   ├── RankLostError          a rank ended or does not answer
+    │   └── RanksDisagreeError     two ranks computed different results for the same tokens
+    └── WorkerDiedError            the worker process ended while requests needed it
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ __all__ = [
 
 
 class KVCacheError(Exception):
-    """Base class of every error this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
 
 class ConfigError(KVCacheError, ValueError):
-    """A setting is wrong. One line: what is wrong and what to do."""
+    """A setting is wrong. The message is one line: the setting, its value, and what to do."""
 
 
 class CacheStateError(KVCacheError):
@@ -65,11 +65,11 @@ class CacheStateError(KVCacheError):
 
 
 class UnknownRequestError(CacheStateError):
-    """The request is unknown to the manager, or has been finished already."""
+    """The manager does not know the request, or it has ended; no state was changed."""
 
 
 class BlockPoolError(CacheStateError):
-    """A slot was released that is not allocated (double free or foreign id); nothing was freed."""
+    """A slot was freed twice, or by a caller that does not own it; nothing was freed."""
 
 
 class UnsupportedCopyError(CacheStateError):
@@ -84,27 +84,27 @@ class InvariantError(KVCacheError):
 
 
 class PoolInUseError(KVCacheError):
-    """A pool cannot shrink because running requests hold slots above its new end; nothing changed."""
+    """A pool cannot shrink, because slots above its new end are in use; nothing changed."""
 
 
 class OverlayError(KVCacheError):
-    """FastDeploy differs from what the patch table was written for, or the overlay is not completely applied."""
+    """FastDeploy differs from what the patch table expects, or the overlay is incomplete; nothing is served."""
 
 
 class TransferError(KVCacheError):
-    """A copy between tiers failed. Its target holds no valid data."""
+    """A copy between tiers failed; its target must not be read."""
 
 
 class LayerSwapTimeoutError(TransferError, TimeoutError):
-    """A layer's swap-in did not complete within the configured time."""
+    """A layer's swap-in did not end within the configured time."""
 
 
 class RemoteReadError(TransferError):
-    """A read from another server failed. What it should have filled holds anything; no byte arrives any more."""
+    """A read from another server failed. Its target holds undefined bytes, and no more will arrive."""
 
 
 class PeerRefusedError(KVCacheError):
-    """A peer is not who it should be, or its cache does not fit ours. One line: both values and what to do."""
+    """A peer has a wrong identity or another kind of cache. The message is one line: both values and what to do."""
 
 
 class MessageVersionError(KVCacheError):
@@ -112,21 +112,21 @@ class MessageVersionError(KVCacheError):
 
     def __init__(self, what: str, *, found: object, expected: object) -> None:
         super().__init__(
-            f"a {what} has version {found!r}, this process reads version {expected}: engine and worker run different "
-            "versions of fastdeploy-kvcache-v1; install one version for both and restart the server"
+            f"got a {what} of version {found!r}, expected {expected}: engine and worker run different versions of "
+            "fastdeploy-kvcache-v1; install one version for both and restart the server"
         )
 
 
 class StorageError(KVCacheError):
-    """A store of blocks failed: slow, down, full, or damaged. What was asked for counts as not stored."""
+    """A store of blocks is slow, down, full or damaged. The requested blocks count as not stored."""
 
 
 class ModelError(KVCacheError):
-    """A model directory has missing, unreadable or mismatched files."""
+    """A model directory has missing or unreadable files, or they do not fit its configuration."""
 
 
 class ModelFetchError(KVCacheError):
-    """A model cannot be downloaded or converted on this machine. One line: why, and what to do."""
+    """A model cannot be downloaded or converted on this machine. The message is one line: why, and what to do."""
 
 
 class TraceError(KVCacheError, ValueError):
@@ -134,15 +134,15 @@ class TraceError(KVCacheError, ValueError):
 
 
 class RankGroupError(KVCacheError):
-    """The tensor-parallel ranks cannot compute together any more: their worker processes must end."""
+    """The tensor-parallel ranks cannot compute together any more; their worker processes must end."""
 
 
 class RankLostError(RankGroupError):
-    """A rank ended, or sent nothing in time. One line: which one."""
+    """A rank ended, or sent nothing in time. The message names it."""
 
 
 class RanksDisagreeError(RankGroupError):
-    """Ranks that must compute the same did not (a bug): nothing of the step may be used."""
+    """Ranks computed different results for the same tokens (a bug); no result of the step may be used."""
 
 
 class WorkerDiedError(KVCacheError):

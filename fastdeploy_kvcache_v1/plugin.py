@@ -1,8 +1,8 @@
-"""Activation inside FastDeploy's processes. `ENABLE_V1_KVCACHE_MANAGER=1` is the one switch.
+"""Activation inside FastDeploy's processes, by `ENABLE_V1_KVCACHE_MANAGER=1`.
 
-Two ways lead here: the `.pth` file that installation puts into site-packages, which every process passes before it
-imports anything, and FastDeploy's own plugin groups for users of `FD_PLUGINS`. Both may run; the second does nothing.
-Until `fastdeploy` is imported nothing happens but one entry on `sys.meta_path`.
+Each Python process runs `activate` from the `.pth` file in site-packages. FastDeploy calls `register` through its
+plugin groups, for users of `FD_PLUGINS`. Both may run; the second call does nothing. Until `fastdeploy` is imported,
+the only effect is an entry on `sys.meta_path`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FASTDEPLOY = "fastdeploy"
 
 
 class _Trigger:
-    """Starts the overlay at the moment `fastdeploy` is looked up, so that its errors reach the importing code."""
+    """Starts the overlay when `fastdeploy` is looked up, so that its errors reach the importing code."""
 
     def __init__(self) -> None:
         self._busy = False
@@ -27,7 +27,7 @@ class _Trigger:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name == FASTDEPLOY and not self._busy:
-            self._busy = True  # finding out which FastDeploy it is looks it up again
+            self._busy = True  # the overlay looks FastDeploy up again, to find its release
             try:
                 _start()
             finally:
@@ -45,7 +45,7 @@ def _start() -> None:
 
 
 def activate() -> None:
-    """Called from the `.pth` file. Cheap, raises nothing, may be called again."""
+    """Watch for the import of FastDeploy. Called from the `.pth` file. Cheap, idempotent, raises nothing."""
     if FASTDEPLOY not in sys.modules:
         _arm()
 
@@ -56,14 +56,14 @@ def _arm() -> None:
 
 
 def stand_by() -> None:
-    """Undo `activate`, for a process that only looks at FastDeploy: a release that we refuse must not end it."""
+    """Undo `activate`, for a process that only inspects FastDeploy: a refused release must not end it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Trigger)]
 
 
 def register() -> None:
-    """Entry point of FastDeploy's plugin groups. Raises `OverlayError` when FastDeploy cannot be patched.
+    """Start the overlay. Entry point of the plugin groups. Raises `OverlayError` if FastDeploy cannot be patched.
 
-    FastDeploy calls it in the first import only, so another import after a failure is refused by the trigger.
+    FastDeploy calls it only at the first import. After a failure the trigger refuses further imports.
     """
     try:
         _start()

@@ -1,4 +1,4 @@
-"""The one switch: with `ENABLE_V1_KVCACHE_MANAGER=1` FastDeploy serves through this package, or ends in one line."""
+"""The switch: with `ENABLE_V1_KVCACHE_MANAGER=1` FastDeploy uses this package, or ends with an error of one line."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
 
 
 def is_enabled(*, unset: str = "0") -> bool:
-    """What the environment says; an unset or empty variable counts as `unset`. Raises `ConfigError` but for 0 and 1."""
+    """Read the switch from the environment. Unset or empty means `unset`. Raises `ConfigError` unless 0 or 1."""
     value = os.environ.get(SWITCH) or unset
     if value not in ("0", "1"):
-        from .errors import ConfigError  # not in every process that Python starts
+        from .errors import ConfigError  # not imported in every Python process
 
         raise ConfigError(f"{SWITCH} must be 0 or 1, got {value!r}")
     return value == "1"
 
 
 def say_refusals_alone() -> None:
-    """From now on, a refusal that nobody catches is one line on standard error: a traceback adds nothing to it."""
+    """Print uncaught refusals as one line on standard error, without traceback."""
     others = sys.excepthook
     if others.__module__ == __name__:
         return

@@ -75,7 +75,7 @@ def test_without_the_lab_its_commands_are_one_line_and_the_others_work(monkeypat
         return
     assert cli.main([command.name, "--help"]) == 2
     todo = "pip install --force-reinstall fastdeploy-kvcache-v1"
-    line = f"{command.name} needs the lab, which this installation lacks: {todo}\n"
+    line = f"{command.name} needs the lab, which is not installed: {todo}\n"
     assert capsys.readouterr().err == f"fastdeploy-kvcache: error: {line}"
 
 

@@ -241,4 +241,4 @@ def test_the_lock_of_all_values_is_where_it_is_looked_for(monkeypatch, caplog):
     assert not caplog.records
     monkeypatch.setattr(values, "inc", lambda self, amount: None)
     forks.look_for_lock_of_values()
-    assert "an API process may stand still" in caplog.text
+    assert "an API process may hang" in caplog.text

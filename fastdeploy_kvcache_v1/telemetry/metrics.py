@@ -1,12 +1,12 @@
-"""A metric is a field: the class that counts a number declares its help, name and labels beside it.
+"""Metrics as fields: the class that counts a number declares its help, name and labels beside it.
 
     @source("cache manager")
     @dataclass
     class Counters:
         requests_finished: int = counter("Requests that ended")
 
-Both servers export every number of a source, and docs/reference/metrics.md lists it. In a class that is no dataclass a
-field stands for an attribute that `__init__` sets. Needs no Prometheus library.
+Both servers export every number of a source, and docs/reference/metrics.md lists them. In a class that is not a
+dataclass, a field declares an attribute that `__init__` sets. No Prometheus library is needed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 PREFIX = "fastdeploy:kvcache_v1_"
-"""Of every name."""
 
 _DECLARED = "metric"
-"""Key of the declaration in a field's metadata, and its name as an attribute of a property's function."""
+"""Name of the declaration in a field's metadata, and as an attribute of a property's function."""
 
 T = TypeVar("T")
 
@@ -36,7 +35,7 @@ class Kind(str, enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """One number of a source. Metrics of one name differ in the values of their labels."""
+    """One number of a source. Metrics with the same name differ in the values of their labels."""
 
     kind: Kind
     help: str
@@ -44,14 +43,14 @@ class Metric:
     """Without `PREFIX`; counters without `_total`."""
     labels: Mapping[str, str] = field(default_factory=dict)
     each: tuple[str, ...] = ()
-    """Further labels, whose values are part of what is exported."""
+    """Further labels, whose values the exported tuples hold."""
     added: tuple[str, ...] = ()
-    """Further labels, which the server knows: one value for each object of the source."""
+    """Further labels, whose values the server sets for each object of the source."""
     by: str = ""
-    """One of `labels`: its value is the field's name."""
+    """The one of `labels` whose value is the field's name."""
     buckets: tuple[float, ...] = ()
     attribute: str = ""
-    """Path from an object of the source to the number, `swap_in.blocks` for example."""
+    """Path from an object of the source to the number, for example `swap_in.blocks`."""
 
     @property
     def full_name(self) -> str:
@@ -62,7 +61,7 @@ class Metric:
         return (*self.labels, *self.each, *self.added)
 
     def samples(self, of: object) -> list[tuple[tuple[str, ...], float]]:
-        """Numbers of an object of the source, each with the values of all labels but the added ones."""
+        """List the numbers of an object of the source, each with the values of all labels except `added`."""
         value: Any = attrgetter(self.attribute)(of)
         fixed = tuple(self.labels.values())
         return [((*fixed, *each), float(each.is_used)) for each in value] if self.each else [(fixed, value)]
@@ -70,7 +69,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class _Part:
-    """A field whose own fields are declared in its class."""
+    """A field that holds an object whose class declares metrics."""
 
     cls: type
     prefix: str
@@ -78,21 +77,21 @@ class _Part:
 
 
 def counter(text: str, name: str = "", *, by: str = "") -> Any:
-    """A field that begins at 0. By default its metric has its name. `by`: a label whose value is the field's name; the
-    fields of one metric differ in it.
+    """Declare a counter that begins at 0. The default `name` is the field's. `by`: a label whose value is the field's
+    name, for fields that share one metric.
     """
     return field(default=0, metadata={_DECLARED: Metric(Kind.COUNTER, text, name, by=by)})
 
 
 def gauge(text: str, name: str = "", *, each: tuple[str, ...] = (), default: Any = MISSING) -> Any:
-    """A field that rises and falls. With `each` it holds tuples, a sample for each: the tuple has the values of these
-    labels, and the number is whether it `is_used`.
+    """Declare a gauge. With `each` the field holds named tuples, one sample each: a tuple has the values of these
+    labels, and the number is its `is_used`.
     """
     return field(default=default, metadata={_DECLARED: Metric(Kind.GAUGE, text, name, each=each)})
 
 
 def gauge_of(text: str, name: str, **labels: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """As `gauge`, between `@property` and its function."""
+    """Declare a property as a gauge: a decorator below `@property`."""
 
     def declare(function: Callable[..., T]) -> Callable[..., T]:
         setattr(function, _DECLARED, Metric(Kind.GAUGE, text, name, labels))
@@ -102,14 +101,14 @@ def gauge_of(text: str, name: str, **labels: str) -> Callable[[Callable[..., T]]
 
 
 def histogram(text: str, name: str, *, each: tuple[str, ...] = (), buckets: tuple[float, ...]) -> Any:
-    """A field that holds a function: it is told the values of the labels `each` and a number, and a server puts its
-    own there.
+    """Declare a histogram. The field holds a function that takes the values of the labels `each` and a number; a server
+    sets it.
     """
     return field(metadata={_DECLARED: Metric(Kind.HISTOGRAM, text, name, each=each, buckets=buckets)})
 
 
 def part(cls: type, prefix: str = "", **labels: str) -> Any:
-    """A field that holds a `cls`, whose numbers have these labels. `prefix` of names that are names of fields."""
+    """Declare a field that holds a `cls`, whose numbers get these labels. `prefix` precedes names taken from fields."""
     return field(default_factory=cls, metadata={_DECLARED: _Part(cls, prefix, labels)})
 
 
@@ -124,17 +123,17 @@ class Source:
 
     @property
     def servers(self) -> str:
-        """Which ones have it."""
+        """The servers that have it, in words."""
         folder = self.cls.__module__.split(".")[1]
         return {"fastdeploy_integration": "FastDeploy", "lab": "embedded server"}.get(folder, "both servers")
 
 
 SOURCES: list[Source] = []
-"""Of all modules that were imported."""
+"""All sources of the modules imported so far."""
 
 
 def source(title: str, *added: str) -> Callable[[type[T]], type[T]]:
-    """Of a class whose fields are metrics. `added`: names of labels whose values the server adds for each object."""
+    """Declare a class whose fields are metrics. `added`: labels whose values the server sets for each object."""
 
     def declare(cls: type[T]) -> type[T]:
         found = list(_metrics(cls, added, "", "", {}))
@@ -148,13 +147,13 @@ def source(title: str, *added: str) -> Callable[[type[T]], type[T]]:
 
 
 def source_of(exported: object) -> Source:
-    """Of an object whose class, or one above it, is a `source`."""
+    """Return the source of an object whose class, or a base class, is a `source`."""
     found: Source = exported.metrics  # type: ignore[attr-defined]
     return found
 
 
 def observe(histogram: Any, *seen: Any) -> None:
-    """What an attribute that is a `histogram` does, with one of Prometheus."""
+    """Observe the last of `seen` in a Prometheus histogram, with the others as values of its labels."""
     *labels, number = seen
     (histogram.labels(*labels) if labels else histogram).observe(number)
 

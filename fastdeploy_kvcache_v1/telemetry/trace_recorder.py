@@ -1,7 +1,7 @@
-"""TraceRecorder: writes what a server is asked as a trace that `fastdeploy-kvcache replay` reads. No token, no text.
+"""TraceRecorder: writes the requests of a server as a trace for `fastdeploy-kvcache replay`, without tokens or text.
 
-A block is named by its hash under a key that is drawn for the file and kept nowhere: who has the file sees which
-prompts begin alike, and cannot try out what they say. Names of users are hidden likewise.
+Blocks and users are named by hashes under a random key, one per file, that is stored nowhere. A reader of the file sees
+which prompts have a common beginning, but cannot test guesses of their text.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ from .metrics import counter, source
 logger = logging.getLogger(__name__)
 
 VARIABLE = "FASTDEPLOY_KVCACHE_RECORD_TRACE"
-"""The file to record into, inside FastDeploy."""
+"""Names the file to record into, inside FastDeploy."""
 
 NAME_BYTES = 8
 KEY_BYTES = 32
 
 MOST_KEPT_BLOCKS = 1 << 18
-"""Of requests whose lines are not written yet, some 20 MB; what ends beyond them is left out."""
-
+"""Limit for requests whose lines are not written yet, about 20 MB. Requests that end above it are left out."""
 MOST_KEPT_REQUESTS = 1 << 16
-"""Likewise."""
+"""A second limit of the same kind."""
 
 MOST_SESSIONS = 1 << 16
-"""Whose last turn is remembered."""
+"""Number of sessions whose last turn is remembered."""
 
 MOST_FILES = 1_000
 
 NAMED_AT_ONCE = 64
-"""Blocks, some 0.1 ms: then a thread that computes steps may go on."""
+"""Blocks hashed before other threads may run, about 0.1 ms."""
 
 MOMENT_S = 1.0
 
@@ -54,15 +53,13 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Ticket(NamedTuple):
-    """A request that has arrived."""
-
     number: int
     arrived_s: float
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """`hashes` None: there is nothing to write."""
+    """An ended request. With `hashes` None nothing is written."""
 
     ticket: Ticket
     ended_s: float
@@ -74,18 +71,18 @@ class _Ended:
 
 @source("trace recorder")
 class TraceRecorder:
-    """Thread-safe. No method but the constructor raises, blocks, or does more than copy a list: a thread writes.
+    """Thread-safe. Only the constructor raises. Other methods never block and at most copy a list: a thread writes.
 
-    Lines stand in the order of the tickets, so the lines of requests that ended early are kept until those before them
-    have ended; when that is too much, the oldest is not waited for. The first write that fails, on a full disk for
-    example, ends the recording with one line in the log; the file then ends with its last whole line.
+    Lines are in the order of tickets, so lines of requests that end early wait for earlier requests. Above the limits,
+    the oldest missing line is skipped. The first failed write, for example on a full disk, ends the recording with one
+    warning; the file then ends with its last whole line.
     """
 
     num_lines: int = counter("Requests that the recorded trace has", "trace_lines")
     num_lost: int = counter("Requests that the recorded trace lacks: the disk was full or too slow", "trace_lost_lines")
 
     def __init__(self, path: Path, block_size: int, *, log: logging.Logger = logger) -> None:
-        """Makes `path`, readable by its owner only; where it exists, `path.1` and so on. Raises `ConfigError`."""
+        """Create `path`, readable by its owner only, or `path.1` and so on if it exists. Raises `ConfigError`."""
         self._descriptor, self.path = _new_file(path)
         self._block_size = block_size
         self._log = log
@@ -95,23 +92,23 @@ class TraceRecorder:
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
         self._num_kept_blocks = 0
-        """In the inbox and in `_kept`."""
+        """Number of blocks in the inbox and in `_kept`."""
         self._is_open = True
         self._thread: threading.Thread | None = None
-        """Started when it has something to do: a server may fork before it serves."""
+        """Started at the first line, because a server may fork before it serves."""
         self.num_lines = self.num_lost = 0
-        # The thread's own:
+        # Used by the thread only:
         self._kept: list[tuple[int, _Ended]] = []
-        """Heap by number."""
+        """Heap by ticket number."""
         self._next_number = 0
         self._num_bytes = 0
         self._sessions: OrderedDict[str, float] = OrderedDict()
-        """When the last turn of each ended, by hidden name."""
+        """End of the last turn of each session, by hashed name."""
 
     # ---- any thread
 
     def arrived(self, age_s: float = 0.0) -> Ticket:
-        """A request has come, `age_s` seconds ago. `ended` or `left` must follow."""
+        """Record a request that arrived `age_s` seconds ago. The caller must call `ended` or `left` for it."""
         return Ticket(next(self._numbers), time.monotonic() - age_s)
 
     def ended(
@@ -122,19 +119,19 @@ class TraceRecorder:
         output_length: int,
         session: str | None = None,
     ) -> None:
-        """The request computed its prompt, and all outputs but the last. `hashes`: of its full blocks, the output's
-        too, which may grow meanwhile. O(blocks).
+        """Record the end of a request. `hashes`: of its full blocks, output included; it may grow meanwhile. The KV of
+        the last output token was not computed. O(blocks).
         """
         num_blocks = (input_length + max(0, output_length - 1)) // self._block_size
         known = hashes[:num_blocks]
         self._put(_Ended(ticket, time.monotonic(), known, input_length, output_length, session), len(known))
 
     def left(self, ticket: Ticket) -> None:
-        """The request has gone before anything of it was computed."""
+        """Record that a request left before any of it was computed."""
         self._put(_Ended(ticket, time.monotonic()), 0)
 
     def close(self) -> None:
-        """Write what has ended. Idempotent; a disk that hangs is not waited for."""
+        """Write the requests that have ended. Idempotent. Waits at most `CLOSE_TIMEOUT_S`."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
             thread = self._thread
@@ -169,14 +166,14 @@ class TraceRecorder:
             self._write_ready(keep_blocks=-1)
         except OSError as error:
             self._stop(f"{error.strerror}: the trace {self.path} ends here, after {self.num_lines} requests")
-        except Exception:  # the edge of the thread: a bug costs the trace, and nothing else
+        except Exception:  # the edge of the thread: a bug costs the trace only
             self._log.exception("the trace %s ends here", self.path)
-            self._stop("a bug ended the recording, see above")
+            self._stop("a bug ended the recording, see the traceback above")
         finally:
             os.close(self._descriptor)
 
     def _write_ready(self, *, keep_blocks: int) -> None:
-        """Write what it is the turn of, and more from the oldest on while more than `keep_blocks` blocks are kept."""
+        """Write the lines whose turn it is, then the oldest ones until at most `keep_blocks` blocks are kept."""
         while self._kept:
             number, item = self._kept[0]
             is_its_turn = number <= self._next_number
@@ -194,7 +191,7 @@ class TraceRecorder:
         num_full = item.input_length // self._block_size
         names = list(self._names(hashes))
         prompt = names[:num_full]
-        while len(prompt) * self._block_size < item.input_length:  # the last block, and what could not be hashed
+        while len(prompt) * self._block_size < item.input_length:  # the partial block, and blocks without a hash
             prompt.append(int.from_bytes(secrets.token_bytes(NAME_BYTES), "big"))
         fields: dict[str, Any] = {
             "timestamp": max(0, round(1000 * (item.ticket.arrived_s - self._start_s))),
@@ -211,11 +208,11 @@ class TraceRecorder:
         for index, block in enumerate(hashes, start=1):
             yield int.from_bytes(blake2b(block, digest_size=NAME_BYTES, key=self._key).digest(), "big")
             if index % NAMED_AT_ONCE == 0:
-                time.sleep(0)  # lets go of the interpreter
+                time.sleep(0)  # releases the interpreter
 
     def _turn(self, item: _Ended) -> dict[str, object]:
-        """Fields of a turn of a session. One that began before the end of the turn before follows nothing, unless it
-        was only a moment: a client may have the answer before the server is done with the request.
+        """Make the fields of a turn of a session. A turn that began before the previous one ended has none. `MOMENT_S`
+        is tolerated: a client can have the answer before the server has ended the request.
         """
         if item.session is None:
             return {}
@@ -232,7 +229,7 @@ class TraceRecorder:
         return {"session_id": name, **delay}
 
     def _write(self, line: bytes) -> None:
-        """Whole, or raise `OSError`."""
+        """Write the whole line. Raises `OSError`."""
         rest = memoryview(line)
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
@@ -260,4 +257,4 @@ def _new_file(path: Path) -> tuple[int, Path]:
             continue
         except OSError as error:
             raise ConfigError(f"cannot record a trace in {name}: {error.strerror}") from None
-    raise ConfigError(f"cannot record a trace in {path}: it exists, and so do {MOST_FILES - 1} more: remove some")
+    raise ConfigError(f"cannot record a trace: {path} and {MOST_FILES - 1} numbered ones exist; remove some")

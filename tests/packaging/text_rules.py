@@ -15,7 +15,6 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from functools import cache
-from inspect import cleandoc
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,7 +103,8 @@ def _source(path: Path) -> Iterator[Hit]:
     source = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield from _prose(path, node.lineno, cleandoc(node.value.value))
+            text = re.sub(rf"^ {{{node.col_offset}}}", "", node.value.value, flags=re.MULTILINE)
+            yield from _prose(path, node.lineno, text)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and (word := NEVER.search(token.string)):
             yield Hit(path, token.start[0], f"word '{word.group()}'", token.string)

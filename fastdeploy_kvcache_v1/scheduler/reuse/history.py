@@ -62,7 +62,7 @@ class ReuseHistory:
         return self._worths[run.use_class][AGE_CLASSES[(age * age).bit_length()]]
 
     def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> Sequence[Group]:
-        """Record an admitted request with these blocks, of which `num_cached` were hit. Returns `before` for `ended`."""
+        """Record an admitted request with these blocks, `num_cached` of them hit. Returns `before` for `ended`."""
         now = self.now = self.now + 1
         self._num_blocks_seen += len(hashes)
         held_since = now - self.lru_age
