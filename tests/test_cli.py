@@ -50,7 +50,7 @@ def test_usage_mistakes_exit_with_2(capsys, argv):
     assert "usage: fastdeploy-kvcache" in capsys.readouterr().err
 
 
-def test_fastdeploy_over_the_cpu_worker_gets_every_flag_that_was_given_and_its_own(monkeypatch):
+def test_fastdeploy_cpu_server_gets_every_given_flag_except_our_own(monkeypatch):
     commands = []
 
     def execute(path, words):

@@ -77,7 +77,7 @@ def test_trees_without_a_difference_are_said_to_have_none(make_tree, capsys):
     assert capsys.readouterr().out.startswith(f"no difference to {tree} in ")
 
 
-def test_a_setting_that_names_of_stored_blocks_leave_out_is_one_of_the_release(make_tree, capsys):
+def test_doctor_fails_for_unknown_settings_left_out_of_block_names(make_tree, capsys):
     files = {
         "config.py": "class ParallelConfig:\n    def __init__(self):\n        self.device_ids = ''\n",
         "envs.py": "environment_variables = {'FD_LOG_DIR': None}\n",
@@ -125,7 +125,7 @@ def test_every_check_names_a_function_of_its_room():
         assert callable(getattr(importlib.import_module(f"fastdeploy_kvcache_v1.{module}"), function)), check
 
 
-def test_what_only_the_cpu_worker_patches_does_not_decide_about_an_installed_fastdeploy(make_tree, monkeypatch):
+def test_patch_points_of_the_cpu_worker_alone_do_not_fail_doctor(make_tree, monkeypatch):
     monkeypatch.syspath_prepend(make_tree())
     monkeypatch.delitem(doctor.sys.modules, plugin.FASTDEPLOY, raising=False)
     found = {name: finding.ok for name, finding in findings("FastDeploy", "CPU worker").items()}

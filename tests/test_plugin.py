@@ -51,7 +51,7 @@ def assert_refused(done, line):
 
 
 @pytest.mark.parametrize(("version", "line"), [("9.1.0", "FastDeploy 9.1 is not supported"), ("2.6.0", DRIFTED)])
-def test_a_fastdeploy_that_does_not_fit_cannot_be_imported_at_a_second_attempt_either(tmp_path, version, line):
+def test_second_import_of_a_refused_fastdeploy_is_refused_too(tmp_path, version, line):
     fake_fastdeploy.write(tmp_path, "fastdeploy", version=version)
     assert_refused(python(tmp_path, TRY_TWICE, "1"), line)
 

@@ -253,7 +253,7 @@ def trip():
 
 @pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_every_role_of_every_layer_survives_a_round_trip_and_costs_the_bytes_of_its_layout(name, trip):
+def test_round_trip_keeps_every_role_of_every_layer_and_costs_block_bytes(name, trip):
     made = trip(name)
     assert made.run() == []
     block_bytes = backend_of(name).layout.block_bytes

@@ -49,7 +49,7 @@ def test_a_step_out_of_order_cannot_be_made(transfers: tuple[BlockCopies, ...]) 
         SwapStep(7, transfers)
 
 
-def test_a_copy_between_tiers_that_no_order_names_is_an_error_that_names_them() -> None:
+def test_copy_between_tiers_without_a_path_raises_an_error_that_names_them() -> None:
     with pytest.raises(UnsupportedCopyError, match="from the device tier to the storage tier"):
         SwapStep.of(1, OUT, STORE)
 

@@ -273,7 +273,7 @@ def test_without_extras_every_command_has_its_help(bare, command):
 
 
 @pytest.mark.parametrize("line", NEEDS_EXTRA)
-def test_without_extras_a_command_ends_with_one_line_that_says_what_to_install(bare, line):
+def test_command_without_its_extras_says_in_one_line_what_to_install(bare, line):
     (extras,) = (command.extras for command in COMMANDS if command.name == line.split()[0])
     status, output, errors = bare(line.split())
     assert (status, output) == (2, "")

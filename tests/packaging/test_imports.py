@@ -98,7 +98,7 @@ def test_imports_follow_the_rules(path):
             assert within(other, {strict, *INSIDE[strict], *EVERYBODY}), f"{place} must not import {other}"
 
 
-def test_the_command_line_knows_every_module_of_others_that_the_package_imports():
+def test_command_line_knows_every_foreign_module_that_the_package_imports():
     """A missing one is a line with the extra that installs it, where a name that nobody knows is a bug."""
     nodes = [node for path in sources() for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

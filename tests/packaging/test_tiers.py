@@ -83,7 +83,7 @@ def test_life(seed):
 
 
 @pytest.mark.process
-def test_the_night_has_other_seeds_for_random_tests_alone_and_says_how_to_replay_one(tmp_path):
+def test_night_changes_seeds_of_random_tests_alone_and_prints_the_replay(tmp_path):
     assert "3 passed" in run(tmp_path, PLAIN + RANDOM)
     said = run(tmp_path, PLAIN + RANDOM, "--new-seeds", "7")
     assert "2 failed" in said

@@ -47,7 +47,7 @@ def test_it_keeps_what_comes_back_where_recency_keeps_strangers() -> None:
     assert found["adaptive"] > 1.8 * found["lru"]
 
 
-def test_the_host_keeps_what_comes_back_and_is_not_filled_with_what_does_not() -> None:
+def test_adaptive_host_tier_keeps_reused_blocks_and_declines_others() -> None:
     caches = {name: CacheManager(config(name, 16, 40)) for name in ("lru", "adaptive")}
     found = {name: favourites_and_strangers(cache, 2, 1500) for name, cache in caches.items()}
     assert found["adaptive"] > 1.3 * found["lru"]
@@ -72,7 +72,7 @@ def test_what_is_worth_less_than_what_it_would_push_out_is_not_copied(monkeypatc
     cache.check_idle()
 
 
-def test_candidates_come_in_the_order_of_worth_where_prompts_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_are_in_order_of_worth_when_prompts_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 2**run.use_class / (1 + history.now - run.last_use))
     cache, dice, use_classes = manager(40, eviction_policy="adaptive"), random.Random(1), set()
     for number in range(200):

@@ -49,7 +49,7 @@ def test_law_of_an_access(law: str) -> None:
     play_law(SCENARIOS[law])
 
 
-def test_nobody_waits_for_blocks_that_are_not_written_nor_for_some_that_are_not_read() -> None:
+def test_no_request_waits_for_blocks_that_are_not_written_or_not_read() -> None:
     cache = play("start abcd r/w", 12).cache
     assert not cache.uncommitted("r/w", 5)
     prefills = OpenPrefills(block_size=1, worth_tokens=1)

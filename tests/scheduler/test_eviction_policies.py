@@ -30,7 +30,7 @@ def test_the_order_is_recency_while_nothing_is_known(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ALL)
-def test_candidates_are_all_that_can_leave_and_the_same_traffic_leads_to_the_same(order: str) -> None:
+def test_candidates_are_all_evictable_runs_and_depend_on_traffic_alone(order: str) -> None:
     found = []
     for _ in range(2):
         cache, dice = manager(9, 6, eviction_policy=order), random.Random(3)

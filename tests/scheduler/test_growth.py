@@ -259,7 +259,7 @@ def test_a_reset_costs_what_is_in_use_and_is_finished_by_later_steps() -> None:
     assert calls[1] <= 2 * calls[0]
 
 
-def test_a_piece_of_a_stored_prompt_is_loaded_at_the_same_cost_whatever_is_before_it() -> None:
+def test_loading_a_piece_of_a_prompt_costs_the_same_at_any_depth() -> None:
     cache = manager(4, 4200, max_queued_events=0)
     hashes = blocks(4128)
 
@@ -349,7 +349,7 @@ def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
     assert cache.stats().device_free_blocks == 0
 
 
-def test_what_a_reset_forgets_is_freed_at_once_and_not_by_the_garbage_collector() -> None:
+def test_runs_forgotten_by_a_reset_are_freed_without_the_garbage_collector() -> None:
     def num_runs() -> int:
         return sum(isinstance(each, Run) for each in gc.get_objects())
 

@@ -22,7 +22,7 @@ def computing(text: str, *, worth: int = 1) -> OpenPrefills:
     ("text", "num_cached", "expected"),
     [("abcdX!", 0, 4), ("abXY!", 0, 2), ("Xbcd!", 0, 0), ("abcd!", 2, 2), ("abcd!", 4, 0), ("ab", 0, 1)],
 )
-def test_shared_are_the_blocks_right_behind_the_cached_ones_up_to_the_last_token(
+def test_shared_blocks_lie_between_the_cached_ones_and_the_last_token(
     text: str, num_cached: int, expected: int
 ) -> None:
     assert computing("abcd").to_wait_for(prompt(text), num_cached, []) == expected
@@ -40,7 +40,7 @@ def test_a_short_prefix_is_not_worth_a_batch() -> None:
 
 
 @pytest.mark.parametrize(("worth", "expected"), [(6, 3), (7, 0)])
-def test_what_waiting_saves_is_counted_in_tokens_and_the_last_token_is_computed(worth: int, expected: int) -> None:
+def test_waiting_saves_the_tokens_of_shared_blocks_except_the_last_token(worth: int, expected: int) -> None:
     prefills, hashes = OpenPrefills(block_size=2, worth_tokens=worth), prompt("abcd").hashes
     prefills.compute("leader", hashes)
     assert prefills.to_wait_for(GivenHashes(hashes, 8), 0, []) == expected
@@ -70,7 +70,7 @@ def admit(cache: CacheManager, text: str) -> None:
     assert isinstance(cache.allocate(text, len(text)), Allocation)
 
 
-def test_uncommitted_blocks_become_matchable_with_the_commit_they_were_asked_for() -> None:
+def test_uncommitted_blocks_become_matchable_with_their_commit() -> None:
     cache = manager(8)
     run(cache, "ab!")
     admit(cache, "abcd")

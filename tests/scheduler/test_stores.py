@@ -130,7 +130,7 @@ def test_law_of_a_store(law: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["", "forced"])
-def test_a_reset_drops_a_swap_in_that_nobody_waits_for_of_blocks_that_are_stored(how: str) -> None:
+def test_reset_drops_an_unused_swap_in_of_blocks_that_a_store_reads(how: str) -> None:
     """No request uses the blocks any more; one below them is on the device, so their swap-in was not cancelled."""
     scene = play("run abc; step late; run 123456789xyz; step; see abc HHH", 12, 16, "write_through")
     cache = scene.cache

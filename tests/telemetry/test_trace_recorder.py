@@ -53,7 +53,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lines_are_what_replay_reads_and_prompts_begin_alike_where_they_did(recorder, path):
+def test_recorded_lines_can_be_replayed_and_keep_common_prefixes(recorder, path):
     tokens = list(range(100))
     record(recorder, tokens[:50])
     record(recorder, [*tokens[:40], *range(500, 530)])
@@ -69,7 +69,7 @@ def test_lines_are_what_replay_reads_and_prompts_begin_alike_where_they_did(reco
 
 
 @pytest.mark.parametrize("num_outputs", range(20))
-def test_outputs_are_named_as_far_as_their_kv_goes_and_the_next_turn_knows_them(recorder, path, num_outputs):
+def test_output_blocks_with_kv_are_named_and_match_in_the_next_turn(recorder, path, num_outputs):
     tokens = list(range(200))
     record(recorder, tokens[: 60 + num_outputs], prompt=60)
     record(recorder, tokens[:150])

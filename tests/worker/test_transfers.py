@@ -163,7 +163,7 @@ def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
     rig.close()
 
 
-def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(rig):
+def test_pass_waits_by_layer_for_its_swap_in_and_for_overwritten_slots(rig):
     counter = rig.submit(swap_out((0,), (2,)), swap_in((3,), (1,)), overwritten=slot_set([0]))
     waits = rig.controller.transfers.before_compute([1], [0], counter=counter, by_layer=True)
     assert [*waits.target_slots] == [1]
@@ -334,7 +334,7 @@ def test_a_copy_that_was_given_up_is_open_as_long_as_it_runs(rig):
     assert rig.controller.transfers.take_report().ended_through == 1
 
 
-def test_a_copy_that_ends_while_the_report_is_made_is_in_the_next_one_with_its_result(rig, monkeypatch):
+def test_copy_that_ends_while_a_report_is_made_is_in_the_next_report(rig, monkeypatch):
     """Else a copy that failed would count as ended before its failure is told: what it left would be stored."""
     rig.runtime.fail_next(SWAP_OUT, OSError("no such page"))
     rig.submit(swap_out((0,), (0,)))

@@ -29,7 +29,7 @@ def test_the_deepest_watched_block_is_the_last_one_that_a_prompt_has() -> None:
     assert [last_watched(depth) for depth in (0, 1, 7, 8, 9, 10, 11)] == [0, 1, 7, 8, 8, 10, 10]
 
 
-def test_stretches_say_how_often_blocks_were_found_whether_they_are_cached_or_not() -> None:
+def test_stretches_count_uses_of_blocks_even_if_they_are_not_cached() -> None:
     history = ReuseHistory(lambda: 1000, lambda: 100)
     system, chat = hashes("system", 16), hashes("chat", 16)
     assert serve(history, system + hashes("other", 10)) == [(24, 0)]

@@ -33,7 +33,7 @@ def test_recency_rules_first_and_then_what_was_learned() -> None:
     assert term(it, 100, 100) == 1000
 
 
-def test_what_finds_less_is_given_up_for_longer_each_time_but_never_for_good() -> None:
+def test_rates_that_hit_less_are_dropped_longer_each_time_up_to_a_limit() -> None:
     it = Judge()
     terms = []
     for _ in range(6):
@@ -52,7 +52,7 @@ def test_the_estimate_is_corrected_by_what_recency_really_finds() -> None:
     assert term(it, 90, 90) < 50
 
 
-def test_a_loss_of_a_little_more_than_a_hundredth_is_doubted_where_it_is_sure() -> None:
+def test_loss_above_one_per_cent_is_doubted_if_it_is_significant() -> None:
     it = Judge()
     term(it, 1000, 1000)
     assert term(it, 985, 1000) == 8

@@ -71,7 +71,7 @@ def test_what_is_used_more_often_is_worth_more() -> None:
     assert worth(rates, 1, 10) > 5 * worth(rates, 0, 10)
 
 
-def test_a_block_that_comes_back_after_a_while_is_worth_more_shortly_before() -> None:
+def test_block_that_comes_back_late_is_worth_more_just_before_its_next_use() -> None:
     rates = taught((0, 300, 1_000, 10_000), (0, 10, 0, 10_000), (0, 100, 0, 10_000))
     assert worth(rates, 0, 300) > worth(rates, 0, 10) > 0
 

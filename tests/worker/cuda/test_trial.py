@@ -187,7 +187,7 @@ def test_where_nothing_can_be_tried_plain_copies_are_used_with_one_warning(trial
     assert trials.asked == ([] if what == "nothing ends" else [*WAYS]), "there may be memory another time"
 
 
-def test_a_gpu_with_little_memory_says_how_far_tiers_were_tried_and_is_tried_again(trials):
+def test_trial_on_a_gpu_with_little_memory_limits_reach_and_is_repeated(trials):
     trials.gpu.free_bytes = 300 << 20
     assert trials.rates().reach == 236 << 20
     trials.gpu.free_bytes = 6 << 30
@@ -366,7 +366,7 @@ def test_batches_of_a_doubtful_driver_are_tried_only_where_they_are_forced(trial
     assert trials.asked == [BATCH]
 
 
-def test_the_release_is_asked_of_nvidias_tool_where_the_system_does_not_say(machine, monkeypatch):
+def test_driver_release_comes_from_nvidia_smi_if_the_system_lacks_it(machine, monkeypatch):
     assert trial.driver_release() == "570.86.10"
     machine.release.unlink()
     assert trial.driver_release() == ""

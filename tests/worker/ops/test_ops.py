@@ -109,7 +109,7 @@ def test_host_memory_is_zeroed_aligned_and_given_back_once():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_memory_that_is_kept_to_this_process_is_in_no_fork_and_no_core_dump(shared):
+def test_memory_kept_to_this_process_is_in_no_fork_and_no_core_dump(shared):
     buffer = ops.host_alloc(10_000, shared=shared)
     buffer.keep_to_this_process()
     smaps = Path("/proc/self/smaps").read_text().partition(f"{buffer.address:x}-")[2]

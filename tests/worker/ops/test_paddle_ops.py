@@ -156,7 +156,7 @@ def tensors_of(memory: Memory) -> list[LayerRows]:
 
 @pytest.mark.parametrize("to_device", [False, True])
 @pytest.mark.parametrize("only_layer", [None, 1])
-def test_the_workers_copies_reach_each_row_of_the_pool_when_it_is_told_to_copy_so(monkeypatch, only_layer, to_device):
+def test_paddle_operators_copy_each_row_of_the_pool_when_chosen(monkeypatch, only_layer, to_device):
     """Roles of different sizes, of which a host block is a different number of rows."""
     monkeypatch.setenv(CHOICE, "paddle")
     memory = Memory(np.random.default_rng(3), layers=3, widths=(32, 16, 48), device_slots=7, host_slots=8)
