@@ -139,12 +139,13 @@ def test_page_that_keeps_the_rules_has_no_hit(page, text):
     assert page(text) == []
 
 
-def test_docstring_comment_and_test_name_are_found_with_their_lines(tmp_path, monkeypatch):
+def test_texts_and_test_names_are_found_with_their_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(text_rules, "ROOT", tmp_path)
     monkeypatch.setattr(text_rules, "PACKAGE", tmp_path / "package")
     (tmp_path / "package").mkdir()
     module, test = tmp_path / "package" / "module.py", tmp_path / "test_module.py"
-    module.write_text(f'x = 1  # whoever\n\n"""Nobody.\n\n    whatever code\n\nWord {LONG}.\n"""\ny = "theirs"\n')
+    docstring = f'"""Nobody.\n\n    whatever code\n\nWord {LONG}.\n"""\n'
+    module.write_text(f'x = 1  # whoever\n\n{docstring}y = "theirs"\nz = f"of {{y}} theirs"\n')
     test.write_text(f"def test_{'x' * 65}(): ...\ndef test_{'x' * 66}(): ...\n")
     found = sorted((hit.line, hit.rule.split(",")[0]) for path in (module, test) for hit in hits(path))
     assert found == [
@@ -152,6 +153,7 @@ def test_docstring_comment_and_test_name_are_found_with_their_lines(tmp_path, mo
         (2, "test name of 71 characters"),
         (3, "word 'Nobody'"),
         (7, "sentence of 32 words"),
+        (10, "word 'theirs'"),
     ]
 
 

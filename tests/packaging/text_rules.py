@@ -1,4 +1,4 @@
-"""Rules of English that a script can hold, over the pages, the package's docstrings and comments, and test names.
+"""Rules of English that a script can hold, over the pages, the text in the package, and the names of tests.
 
     python -m tests.packaging.text_rules [PATH...]
 
@@ -101,13 +101,22 @@ def _cannot_be_broken(line: str) -> bool:
 
 def _source(path: Path) -> Iterator[Hit]:
     source = path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
+    docstrings = set()
+    others = [(token.start[0], token.string) for token in _tokens(source) if token.type == tokenize.COMMENT]
+    for node in ast.walk(ast.parse(source)):  # a docstring comes before the string in it
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.add(node.value)
             text = re.sub(rf"^ {{{node.col_offset}}}", "", node.value.value, flags=re.MULTILINE)
             yield from _prose(path, node.lineno, text)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and (word := NEVER.search(token.string)):
-            yield Hit(path, token.start[0], f"word '{word.group()}'", token.string)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            others.append((node.lineno, node.value))
+    for line, text in others:
+        if " " in text and (word := NEVER.search(text)):
+            yield Hit(path, line, f"word '{word.group()}'", text)
+
+
+def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(source).readline)
 
 
 def _test_names(path: Path) -> Iterator[Hit]:
