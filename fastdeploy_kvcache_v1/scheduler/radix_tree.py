@@ -1,8 +1,8 @@
 """RadixTree: finds cached blocks of both tiers by prefix.
 
-The tree has runs of blocks (see `run.py`) below an empty root. A block is reachable only through all its ancestors. On
-the device prefix closure holds because eviction takes leaves first and requests pin whole paths. Every operation costs
-O(runs touched + blocks named), independent of the size of the cache and of the length of runs.
+The tree has runs of blocks (see `run.py`) below an empty root. A block is reachable only through all its ancestors. If
+a block is on the device, so are its ancestors: eviction takes leaves first, and requests pin whole paths. Every
+operation costs O(runs touched + blocks named), independent of the size of the cache and of the length of runs.
 
 The tree is the shape alone: `Residency` knows the tiers, and the policies decide about evictions and copies.
 """

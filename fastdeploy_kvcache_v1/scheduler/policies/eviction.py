@@ -21,7 +21,7 @@ class EvictionOrder:
     """The order of one tier. `KVCacheConfig.device_eviction` and `host_eviction` choose it by name.
 
     `Residency` calls `enter` and `use`, asks for candidates, and takes the first one that can leave: no users, no runs
-    below it, no open copy. So prefix closure holds under every order. `Residency` removes a candidate that cannot leave
+    below it, no open copy. So no order can break the tree. `Residency` removes a candidate that cannot leave
     and enters it again later, so a search costs O(1) amortized.
 
     An order sees the *place* of a run in its tier: the `Run` itself on the device, its `HostCopy` on the host. A place
