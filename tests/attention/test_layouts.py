@@ -135,7 +135,7 @@ def test_a_family_takes_its_numbers_out_of_a_geometry_that_has_all(family, expec
     assert made.layout == expected.layout
 
 
-def test_scales_are_cached_where_the_geometry_says_their_type():
+def test_scales_are_cached_if_the_geometry_has_their_dtype():
     made = make_cache_backend("gqa", geometry(num_kv_heads=2, head_dim=8, scale_dtype="float32"))
     assert made.layout == GQACacheBackend(3, 2, 8, 4, "bfloat16", scale_dtype="float32").layout
 
@@ -165,7 +165,7 @@ def test_every_number_that_is_missing_is_named(family):
 
 
 @pytest.mark.parametrize("ask", [needed_numbers, lambda family: make_cache_backend(family, geometry(**NUMBERS))])
-def test_an_unknown_family_names_those_that_exist(ask):
+def test_unknown_attention_family_is_refused_with_the_known_ones(ask):
     with pytest.raises(ConfigError, match=f"the attention family must be one of {', '.join(FAMILIES)}, got 'rwkv'"):
         ask("rwkv")
 

@@ -48,7 +48,7 @@ def test_a_flag_takes_its_default_and_refuses_the_rest_in_one_line(flag):
         (Flag("x_y", "", group="", choices=("b", "c")), "--x-y must be one of b, c, got 'a'"),
     ],
 )
-def test_a_refusal_says_what_was_expected_and_what_came(flag, said):
+def test_refusal_of_a_flag_says_expected_and_got(flag, said):
     with pytest.raises(ConfigError) as caught:
         flag.checked("a")
     assert str(caught.value) == said
@@ -66,6 +66,6 @@ def test_names_are_unique_and_every_flag_is_in_the_help_of_its_group():
     assert vars(with_defaults.parse_args([])) == {flag.name: flag.default for flag in FLAGS}
 
 
-def test_what_fastdeploy_gets_from_us_has_a_default_or_says_what_follows():
+def test_flag_added_to_fastdeploy_has_a_default_or_says_what_follows():
     added = [flag for flag in FLAGS if flag.fastdeploy == "added"]
     assert [flag.name for flag in added if flag.default is None and not flag.otherwise] == ["kvcache_storage_dir"]

@@ -130,7 +130,7 @@ def test_a_chain_that_starts_again_needs_nothing_before_it() -> None:
     [(VERSION + 1, 0, -1, ()), (), (5, -1, (1,), (2,), (), ()), None, SwapStep(0), [VERSION, 0, -1, ()]],
     ids=["later", "empty", "before-versions", "none", "a-step", "a-list"],
 )
-def test_a_message_of_another_version_says_which_and_what_to_do(message: object) -> None:
+def test_message_of_another_version_says_got_expected_and_what_to_do(message: object) -> None:
     with pytest.raises(MessageVersionError, match=f"expected {VERSION}.*install one version"):
         SwapDecoder().decode(message)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.contract.swap_message import SlotArray
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 1000])
-def test_it_is_the_sequence_that_it_was_made_of(length):
+def test_slot_array_equals_the_sequence_that_it_was_made_of(length):
     slots = tuple(random.Random(length).randrange(1 << 31) for _ in range(length))
     made = SlotArray.of(slots)
     assert made == slots
@@ -23,13 +23,13 @@ def test_it_is_the_sequence_that_it_was_made_of(length):
     assert len(made.packed) == 4 * length
 
 
-def test_it_differs_from_another_order_and_from_what_is_no_sequence():
+def test_slot_array_differs_from_other_orders_and_other_types():
     assert SlotArray.of([1, 2]) != SlotArray.of([2, 1])
     assert SlotArray.of([1, 2]) != (2, 1)
     assert SlotArray.of([1, 2]) != {1, 2}
 
 
-def test_it_is_taken_as_it_is_and_pickled():
+def test_slot_array_is_reused_by_of_and_can_be_pickled():
     made = SlotArray.of(range(5))
     assert SlotArray.of(made) is made
     assert pickle.loads(pickle.dumps(made)) == made

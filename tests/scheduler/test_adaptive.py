@@ -42,7 +42,7 @@ def config(eviction: str, device: int = 40, host: int = 0) -> KVCacheConfig:
     return KVCacheConfig(device, host, block_size=1, eviction_policy=eviction, write_policy=WritePolicy.AUTO)
 
 
-def test_it_keeps_what_comes_back_where_recency_keeps_strangers() -> None:
+def test_adaptive_order_keeps_reused_blocks_that_lru_evicts() -> None:
     found = {name: favourites_and_strangers(CacheManager(config(name)), 1, 1500) for name in ("lru", "adaptive")}
     assert found["adaptive"] > 1.8 * found["lru"]
 
@@ -58,7 +58,7 @@ def test_adaptive_host_tier_keeps_reused_blocks_and_declines_others() -> None:
         cache.check_idle()
 
 
-def test_what_is_worth_less_than_what_it_would_push_out_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_worth_less_than_the_host_victim_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 0.0 if b"x" in run.first_hash else 1.0)
     cache = manager(2, 2, "auto", host_eviction="adaptive")
     for text in ("ab!", "xy!", "cd!"):
@@ -100,7 +100,7 @@ def test_a_run_that_was_only_looked_at_is_whole_again() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_what_a_conversation_repeats_keeps_its_class_when_a_turn_is_added(chunk: int) -> None:
+def test_repeated_blocks_of_a_conversation_keep_their_class_in_new_turns(chunk: int) -> None:
     """However its blocks are committed: at once, or little by little as they are computed."""
     cache = manager(80, eviction_policy="adaptive")
     hashes = [BlockHash(b"%d" % index) for index in range(72)]

@@ -60,7 +60,7 @@ def test_events_are_kept_from_the_first_time_they_are_taken() -> None:
     assert [event.kind for event in scene.cache.take_events()] == ["stored"]
 
 
-def test_no_event_is_ever_kept_with_a_limit_of_none() -> None:
+def test_no_event_is_kept_with_a_limit_of_0() -> None:
     scene = play("step", 8, max_queued_events=0)
     for text in "abc":
         scene.run(text)

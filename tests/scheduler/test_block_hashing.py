@@ -160,7 +160,7 @@ def test_blocks_are_plain_as_far_as_token_ids_alone_decide_their_names(options, 
 
 
 @given(st.sets(st.integers(0, 6)), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=3))
-def test_what_rows_say_of_a_block_is_in_its_name(marked: set[int], gaps: list[tuple[int, int]]) -> None:
+def test_keys_that_rows_return_for_a_block_are_part_of_its_hash(marked: set[int], gaps: list[tuple[int, int]]) -> None:
     items, end = [], 0
     for gap, length in gaps:
         items.append(MultimodalItem(end + gap, length, "i"))
@@ -177,5 +177,5 @@ def test_what_rows_say_of_a_block_is_in_its_name(marked: set[int], gaps: list[tu
     assert hasher.num_plain_blocks == first
 
 
-def test_of_given_hashes_nobody_knows_what_decided_them() -> None:
+def test_given_hashes_have_no_plain_blocks() -> None:
     assert GivenHashes([BlockHash(b"a")], 2).num_plain_blocks == 0

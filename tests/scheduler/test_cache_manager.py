@@ -188,7 +188,7 @@ def test_no_counter_ever_falls() -> None:
     assert ended == (2, 3, 2)
 
 
-def test_what_hosts_count_is_added_up() -> None:
+def test_shared_prefills_that_hosts_report_are_added_up() -> None:
     scene = play("step", 4)
     for tokens in (3, 4):
         scene.cache.count_shared_prefill(tokens)

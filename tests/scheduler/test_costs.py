@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.contract.messages import PrefillTime, positions
 from fastdeploy_kvcache_v1.scheduler.costs import FEWEST_TOKENS, PrefillCosts, TwoTermFit
 
 
-def test_what_computing_costs_is_known_after_a_pass_of_some_tokens() -> None:
+def test_prefill_cost_is_known_after_a_pass_of_enough_tokens() -> None:
     costs = PrefillCosts()
     costs.computed(PrefillTime(FEWEST_TOKENS - 1, 0.0, 1.0))
     costs.computed(PrefillTime(FEWEST_TOKENS, 0.0, 0.0))

@@ -19,7 +19,7 @@ ALL = list(EVICTION_POLICIES)
 
 
 @pytest.mark.parametrize("order", ALL)
-def test_what_the_line_expects_leaves_last_but_it_leaves(order: str) -> None:
+def test_blocks_that_waiting_requests_will_hit_are_evicted_last(order: str) -> None:
     events = "run xy; run ab; run ab; run cd; run cd; waiting xy; run 1234; see xy DD"
     play(f"{events}; waiting xy 1234; run 567890; see 567890 DDDDDD; idle", 6, eviction_policy=order)
 
@@ -47,14 +47,14 @@ def test_candidates_are_all_evictable_runs_and_depend_on_traffic_alone(order: st
 
 @pytest.mark.parametrize("order", [*ALL, *OTHER_POLICIES])
 @pytest.mark.parametrize(("device", "host"), [(4, 0), (4, 8), (2, 4)])
-def test_whatever_waited_for_others_or_for_a_request_can_leave_in_the_end(order: str, device: int, host: int) -> None:
+def test_run_that_had_to_wait_can_be_evicted_when_the_reason_ends(order: str, device: int, host: int) -> None:
     searched = "match pc waits; run 1; release waits; match p waits; run 2; release waits; match pc waits; run 3"
     events = f"run pc; run x; run p; run y; {searched}; release waits; run p; lend {device}; step; back"
     play(f"{events}; resize 12; run abcdefghijkl; run ABCDEFGHIJKL; idle", device, host, eviction_policy=order)
 
 
 @pytest.mark.parametrize("order", ALL)
-def test_the_gauge_says_that_recency_rules_until_something_is_learned(order: str) -> None:
+def test_recency_rules_gauge_is_1_until_rates_are_learned(order: str) -> None:
     for host in (0, 4):
         assert manager(4, host, eviction_policy=order).stats().recency_rules
 

@@ -92,7 +92,7 @@ def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
     scene.play("step; into 0; see abc -; idle")
 
 
-def test_a_copy_that_did_not_fail_concerns_nobody() -> None:
+def test_report_without_failed_slots_affects_no_request() -> None:
     scene = play("run ab; step late; start abc r", 4, 4, "write_through")
     assert fail(scene.cache, scene.steps["late"], CacheLevel.HOST, ()) == []
     scene.copied("ab", "yy")

@@ -201,7 +201,7 @@ SHAPES: dict[str, tuple[Callable[[int], Shaped], int, int]] = {
 
 
 @pytest.mark.parametrize("operation", SHAPES)
-def test_what_an_operation_costs_does_not_grow(operation: str) -> None:
+def test_cost_of_an_operation_does_not_grow(operation: str) -> None:
     build, small, large = SHAPES[operation]
     costs = []
     for size in (small, large):
@@ -241,7 +241,7 @@ def test_a_chain_on_the_host_is_not_walked_for_every_block_that_leaves_it() -> N
     assert per_block[1] <= 2 * per_block[0]
 
 
-def test_a_reset_costs_what_is_in_use_and_is_finished_by_later_steps() -> None:
+def test_reset_costs_blocks_in_use_and_is_finished_by_later_steps() -> None:
     calls = []
     for others in (10, 2000):
         cache = manager(others + 10, others + 10, "write_through", max_queued_events=0)

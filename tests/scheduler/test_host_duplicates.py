@@ -73,7 +73,7 @@ def hit_rate_in_turns(cache: CacheManager) -> float:
 
 @pytest.mark.parametrize("policy", ["write_back", "auto"])
 @pytest.mark.parametrize("eviction", ["lru", "adaptive"])
-def test_both_tiers_together_hold_what_one_of_their_size_would(
+def test_two_tiers_hold_as_many_blocks_as_one_tier_of_their_size(
     policy: str, eviction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 and 64 blocks for 116."""

@@ -103,7 +103,7 @@ def test_law_of_a_load(law: str) -> None:
 
 @pytest.mark.parametrize("level", ["host", "device"])
 @pytest.mark.parametrize("how", ["", "forced"])
-def test_what_was_to_be_loaded_before_a_reset_is_not_cached_after_it(level: str, how: str) -> None:
+def test_load_begun_before_a_reset_is_not_cached_after_it(level: str, how: str) -> None:
     events = f"load ab 0 {level}; reset {how}; count quarantined_blocks 2; load xyz 0 {level} other; lent_to_load 1;"
     play(f"{events} arrive 2 0; arrive 0 0 other; see ab -; idle", 3, 3)
 

@@ -46,7 +46,7 @@ def test_waiting_saves_the_tokens_of_shared_blocks_except_the_last_token(worth: 
     assert prefills.to_wait_for(GivenHashes(hashes, 8), 0, []) == expected
 
 
-def test_what_the_whole_line_saves_counts() -> None:
+def test_savings_of_all_waiting_requests_count() -> None:
     prefills = computing("abcd", worth=3)
     follower, other, stranger = prompt("ab!"), prompt("aX!"), prompt("XY!")
     assert prefills.to_wait_for(follower, 0, [stranger, other]) == 2
@@ -54,7 +54,7 @@ def test_what_the_whole_line_saves_counts() -> None:
     assert prefills.to_wait_for(follower, 0, [stranger] * MOST_LOOKED_AT + [other]) == 0, "not in sight"
 
 
-def test_the_next_batch_and_one_that_the_leader_left_compute_nothing() -> None:
+def test_new_batch_and_batch_that_the_leader_left_share_no_blocks() -> None:
     for end in (OpenPrefills.begin, lambda prefills: prefills.give_up("leader")):
         prefills = computing("abcd")
         end(prefills)

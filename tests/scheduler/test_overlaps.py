@@ -46,7 +46,7 @@ def test_law_of_an_overlap(law: str) -> None:
     play_law(SCENARIOS[law])
 
 
-def test_a_step_takes_apart_a_bounded_part_of_what_a_reset_forgot() -> None:
+def test_step_frees_a_bounded_number_of_runs_that_a_reset_forgot() -> None:
     scene = play("step", SWEPT_PER_STEP + 10)
     cache = scene.cache
     for number in range(SWEPT_PER_STEP + 5):
@@ -58,7 +58,7 @@ def test_a_step_takes_apart_a_bounded_part_of_what_a_reset_forgot() -> None:
     assert not cache._tree._ruins
 
 
-def test_what_is_allocated_twice_in_a_step_cannot_be_committed_in_it() -> None:
+def test_request_allocated_twice_in_a_step_cannot_commit_in_it() -> None:
     cache = play("start abc r; grow r 4", 4).cache
     with pytest.raises(CacheStateError, match="closed its step"):
         cache.commit("r", 1)

@@ -161,7 +161,7 @@ def test_a_store_on_the_device_takes_a_piece_of_a_prompt() -> None:
     assert source == StoreSource((block("ab"), block("abc")), (1, 2))
 
 
-def test_an_id_in_use_and_one_that_is_unknown_are_refused() -> None:
+def test_store_id_in_use_and_unknown_store_id_are_refused() -> None:
     cache = play("run ab; store_on_device ab 0 a,ab; store_on_device x 0 - nothing", 8).cache
     with pytest.raises(CacheStateError, match="store store has begun"):
         cache.begin_device_store("store", prompt("ab").hashes, 0)

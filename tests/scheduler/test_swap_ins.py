@@ -88,7 +88,7 @@ def resumes(cache: CacheManager, *, resumed: bool) -> int:
     return len(step.swap_out)
 
 
-def test_what_a_resumed_request_finds_is_counted_apart_and_not_backed_up() -> None:
+def test_hits_of_a_resumed_request_are_counted_apart_and_not_backed_up() -> None:
     scene: Scene = play("step", 16, 16, "write_through_selective", write_through_threshold=1)
     assert [resumes(scene.cache, resumed=resumed) for resumed in (False, True, True)] == [0, 0, 0]
     scene.play("hits 1 0 0 7; count requests_resumed 2; count resumed_hit_tokens 12")
@@ -96,7 +96,7 @@ def test_what_a_resumed_request_finds_is_counted_apart_and_not_backed_up() -> No
     scene.count("device_hit_tokens", "6")
 
 
-def test_what_a_resumed_request_finds_on_the_host_is_counted_too() -> None:
+def test_host_hits_of_a_resumed_request_are_counted_apart_too() -> None:
     scene = play("step", 6, 6)
     resumes(scene.cache, resumed=False)
     scene.run("123456")

@@ -93,6 +93,6 @@ def test_a_backup_without_room_is_counted_once_not_at_every_commit() -> None:
 
 
 @pytest.mark.parametrize(("host", "ahead"), [(256, 32 // 8), (64, 64 // 32)])
-def test_what_is_copied_ahead_is_bounded_by_a_part_of_each_tier(host: int, ahead: int) -> None:
+def test_copies_ahead_are_bounded_by_a_share_of_each_tier(host: int, ahead: int) -> None:
     full = "; ".join(f"run {chr(256 + number)}" for number in range(32))
     play(f"{full}; run {'x' * 16}; out {16 + ahead}", 32, host, "auto")

@@ -129,7 +129,7 @@ def test_lines_stand_in_the_order_of_arrival(recorder, path):
     assert [line["input_length"] - 1 for line in lines(path)] == [number for number in range(50) if number % 7 != 3]
 
 
-def test_what_never_ended_holds_nothing_up_at_the_end(recorder, path):
+def test_request_that_never_ended_does_not_delay_lines_at_the_end(recorder, path):
     recorder.arrived()
     record(recorder, range(20))
     recorder.close()

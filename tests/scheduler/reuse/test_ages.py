@@ -39,7 +39,7 @@ def test_against_a_list_of_all_uses(seed: int) -> None:
     assert ages.age_of(end, total + 1) > end
 
 
-def test_what_was_never_added_cannot_make_a_weight_negative() -> None:
+def test_removing_blocks_that_were_never_added_keeps_weights_at_zero() -> None:
     ages = LiveAges(1, now=10)
     ages.remove(3, 0, 5)
     ages.young(12)[0] += 1

@@ -25,7 +25,7 @@ def serve(history: ReuseHistory, blocks: list[BlockHash]) -> list[Stretch]:
     return history.ended(blocks, len(blocks), history.arrived(blocks, 0))
 
 
-def test_the_deepest_watched_block_is_the_last_one_that_a_prompt_has() -> None:
+def test_last_watched_is_the_deepest_watched_block_of_a_prompt() -> None:
     assert [last_watched(depth) for depth in (0, 1, 7, 8, 9, 10, 11)] == [0, 1, 7, 8, 8, 10, 10]
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_watched_for_an_order_that_does_not_learn() -> None:
     assert cache.stats().recency_rules
 
 
-def test_a_reset_forgets_the_blocks_and_keeps_what_was_learned() -> None:
+def test_reset_forgets_watched_blocks_and_keeps_learned_rates() -> None:
     cache = manager(8, eviction_policy="adaptive")
     for text in ("ab!", "ab!", "cd!"):
         run(cache, text)

@@ -25,7 +25,7 @@ def term(it: Judge, found: int, estimate: int, most: int = 1000) -> int:
     return most
 
 
-def test_recency_rules_first_and_then_what_was_learned() -> None:
+def test_recency_rules_first_and_learned_rates_afterwards() -> None:
     it = Judge()
     assert not it.trusts
     assert term(it, 100, 100) == 8
@@ -43,7 +43,7 @@ def test_rates_that_hit_less_are_dropped_longer_each_time_up_to_a_limit() -> Non
     assert terms == [8, 16, 32, 64, 64, 64]
 
 
-def test_the_estimate_is_corrected_by_what_recency_really_finds() -> None:
+def test_estimate_is_calibrated_by_the_real_hits_of_recency() -> None:
     it = Judge()
     term(it, 90, 100)
     assert term(it, 90, 100) == 1000

@@ -66,7 +66,7 @@ def taught(*lessons: tuple[int, int, float, float]) -> ReuseRates:
     return rates
 
 
-def test_what_is_used_more_often_is_worth_more() -> None:
+def test_class_that_is_used_more_often_is_worth_more() -> None:
     rates = taught((0, 10, 10, 10_000), (1, 10, 1_000, 10_000))
     assert worth(rates, 1, 10) > 5 * worth(rates, 0, 10)
 
@@ -76,7 +76,7 @@ def test_block_that_comes_back_late_is_worth_more_just_before_its_next_use() -> 
     assert worth(rates, 0, 300) > worth(rates, 0, 10) > 0
 
 
-def test_a_class_of_which_little_is_known_is_worth_what_all_are() -> None:
+def test_class_with_little_evidence_is_worth_the_common_rate() -> None:
     rates = taught((0, 10, 1_000, 100_000), (3, 10, 0, 1))
     assert worth(rates, CLASSES[3], 10) == pytest.approx(worth(rates, 0, 10), rel=0.1)
 
