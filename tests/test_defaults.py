@@ -40,7 +40,7 @@ def test_replay_has_the_defaults_of_the_config():
 
 
 @pytest.mark.parametrize(("given", "policy"), CHOSEN)
-def test_the_write_policy_follows_from_what_is_given(given, policy):
+def test_default_write_policy_follows_from_the_given_flags(given, policy):
     name, threshold, stores = given
     assert WritePolicy.chosen(name, threshold, stores=stores) is policy
     flags = ["--write-policy", name] if name else []

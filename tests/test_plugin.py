@@ -59,7 +59,7 @@ def test_second_import_of_a_refused_fastdeploy_is_refused_too(tmp_path, version,
 @pytest.mark.parametrize(
     ("version", "switch", "line"), [("9.1.0", "1", "FastDeploy 9.1 is not supported"), ("2.6.0", "2", "must be 0 or 1")]
 )
-def test_a_refusal_that_nobody_catches_is_one_line(tmp_path, version, switch, line):
+def test_uncaught_refusal_is_one_line(tmp_path, version, switch, line):
     fake_fastdeploy.write(tmp_path, "fastdeploy", version=version)
     done = python(tmp_path, "\nimport fastdeploy", switch)
     assert done.returncode == 1

@@ -152,7 +152,7 @@ def test_the_sdist_holds_every_native_source_and_nothing_that_a_run_left(sdist):
     assert [name for name in files if name.endswith(built)] == []
 
 
-def test_what_was_deleted_is_not_in_the_next_wheel(build, unpacked, tmp_path):
+def test_deleted_file_is_not_in_the_next_wheel(build, unpacked, tmp_path):
     """Installers build in the checkout itself, where the last build has left its files."""
     tree = tmp_path / "checkout"
     shutil.copytree(unpacked, tree)

@@ -8,7 +8,7 @@ from .docs_tables import COMMAND, DOCS, GROUPS_OF_FLAGS, pages, written
 
 
 @pytest.mark.parametrize("page", pages())
-def test_the_tables_of_a_page_are_those_of_the_package(page):
+def test_generated_tables_of_a_page_are_up_to_date(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert text == written(page, text), f"write them anew: {COMMAND}"
 

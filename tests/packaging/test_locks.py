@@ -53,7 +53,7 @@ def locked(name: str, python: str) -> dict[str, str]:
     [(lock, extra, python) for lock, extra in [("dev", "dev"), ("lowest", "test")] for python in PYTHONS]
     + [("fastdeploy", "dev", python) for python in FASTDEPLOY_PYTHONS],
 )
-def test_a_lock_holds_what_the_project_requires(lock, extra, python):
+def test_lock_file_satisfies_the_project_requirements(lock, extra, python):
     versions = locked(lock, python)
     wrong = [
         str(requirement)

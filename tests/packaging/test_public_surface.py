@@ -17,7 +17,7 @@ def test_the_page_names_the_front_doors():
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_module_declares_what_it_defines(name):
+def test_public_module_lists_its_definitions_in_all(name):
     module = importlib.import_module(name)
     defined = {
         key
@@ -29,7 +29,7 @@ def test_a_public_module_declares_what_it_defines(name):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_is_public_has_a_docstring(name):
+def test_public_definition_has_a_docstring(name):
     module = importlib.import_module(name)
     values = [getattr(module, key) for key in module.__all__]
     bare = [

@@ -95,7 +95,7 @@ class System:
         (0, {"FASTDEPLOY_KVCACHE_NO_APT": "1"}, "apt-get update && apt-get install -y"),
     ],
 )
-def test_who_may_not_install_is_told_the_one_command_that_does(tmp_path, user, environ, command):
+def test_user_without_rights_sees_the_command_that_installs(tmp_path, user, environ, command):
     system, packages = System(tmp_path, user), "python3-venv libgomp1"
     done = system.create_env(**environ)
     assert done.stderr == f"error: this system lacks {packages}: {command} {packages}\n"
@@ -132,7 +132,7 @@ def test_where_no_python_fits_uv_brings_one(tmp_path):
     assert (tmp_path / "venv/bin/python").exists()
 
 
-def test_where_uv_brings_none_one_line_says_which_python_is_needed(tmp_path):
+def test_without_python_from_uv_one_line_names_the_needed_versions(tmp_path):
     assert without_a_fitting_python(tmp_path, uv_brings_one=False) == [
         "This system has no Python 3.10 to 3.13: uv is asked for one",
         "error: Python 3.10 to 3.13 is needed, python3 is Python 3.14.1: install one, or set PYTHON=/path/to/python3",
@@ -175,7 +175,7 @@ def test_a_failed_installation_is_tried_again(tmp_path, environ):
 
 
 @pytest.mark.parametrize("source", ["pyproject.toml", "locks/dev.txt", "locks/uv.txt", "custom_ops/copy_rows.c"])
-def test_what_the_environment_is_made_from_is_noticed(tmp_path, environ, source):
+def test_change_of_a_source_of_the_environment_is_noticed(tmp_path, environ, source):
     copy = tmp_path / "checkout"
     for part in ("scripts", "custom_ops", "locks"):
         shutil.copytree(ROOT / part, copy / part)

@@ -70,7 +70,7 @@ def test_no_process_starts_outside_the_mark(tmp_path):
 
 
 @pytest.mark.process
-def test_the_last_lines_count_what_was_left_out_and_say_how_to_get_it(tmp_path):
+def test_last_lines_count_the_tests_left_out_and_how_to_run_them(tmp_path):
     said = run(tmp_path, PLAIN + MARK + STARTED, "-m", "not process or smoke")
     assert 'left out 1, not in "not process or smoke": ./scripts/test --all runs every test\n' in said
 

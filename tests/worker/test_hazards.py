@@ -89,7 +89,7 @@ def test_memory_is_bounded_by_the_slots_in_use():
     assert table.num_uses <= 64
 
 
-def test_a_use_that_has_ended_goes_whatever_still_runs_before_it():
+def test_ended_use_is_pruned_although_earlier_uses_still_run():
     table, ended = HazardTable("device", 4), CpuEvent()
     for slot in (0, 1):
         table.after(OUT, CpuEvent(), reads=(slot,))
@@ -110,14 +110,14 @@ def test_a_use_that_has_ended_goes_whatever_still_runs_before_it():
         ([(IN, (), (9,))], "slot 9 of 4"),
     ],
 )
-def test_check_sees_what_no_order_of_uses_leaves(uses, message):
+def test_check_finds_uses_that_no_order_of_calls_can_leave(uses, message):
     table = HazardTable("device", 4)
     table._uses = [_Use(actor, CpuEvent(), slot_set(reads), slot_set(writes)) for actor, reads, writes in uses]
     with pytest.raises(InvariantError, match=message):
         table.check()
 
 
-def test_check_sees_a_write_that_was_given_up_and_is_none():
+def test_check_finds_a_failed_slot_without_a_writer():
     table = HazardTable("device", 4)
     table.after(IN, CpuEvent(), writes=(1,))
     table._uses[0].given_up = slot_set((1, 2))

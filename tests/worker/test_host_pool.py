@@ -64,7 +64,7 @@ def test_a_block_view_is_writable_and_bounded(pool):
             pool.slot(slot)
 
 
-def test_an_empty_or_freed_pool_has_nothing(pool):
+def test_empty_or_freed_pool_has_no_slots(pool):
     empty = HostPool(LAYOUT, 0, CpuRuntime())
     pool.free()
     for nothing in (empty, pool):

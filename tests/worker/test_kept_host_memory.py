@@ -90,7 +90,7 @@ def no_more(*_, **__):
 
 @pytest.mark.parametrize("missing", ["room", "tensors", "host memory"])
 @pytest.mark.parametrize("is_restart", [False, True])
-def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, missing, is_restart):
+def test_start_works_after_a_start_that_failed_at_any_point(rig, monkeypatch, missing, is_restart):
     """At a restart of another size the host memory of before is given back first, whatever fails then."""
     block = rig.layout.block_bytes
     rig.controller.free(keep_host_memory=is_restart)

@@ -48,7 +48,7 @@ def test_a_copy_out_of_new_tensors_waits_for_their_fill(rig):
     assert not rig.controller.host_pool.slot(0).any()
 
 
-def test_who_fills_or_reads_slots_from_outside_is_told_of_the_fill(rig):
+def test_readers_and_writers_from_outside_wait_for_the_fill_of_new_tensors(rig):
     """Peers ask the table on the worker's thread (`FetchDesk`), stores ask for late writes on threads of their own."""
     table = rig.controller.transfers.device_hazards
     (wait,) = table.before(Actor.REMOTE, writes=(3,))

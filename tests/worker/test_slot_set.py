@@ -17,7 +17,7 @@ def array(slots):
 @pytest.mark.parametrize("size", [0, 1, 9, 500])
 @pytest.mark.parametrize("end", [1000, 1 << 31])
 @pytest.mark.parametrize("kind", [tuple, set, iter, array, SlotArray.of])
-def test_it_is_the_set_of_its_slots(size, end, kind):
+def test_slot_set_equals_the_set_of_its_slots(size, end, kind):
     slots = random.Random(size).choices(range(end), k=size)
     ours = slot_set(kind(slots))
     assert isinstance(ours, SlotSet)
@@ -27,6 +27,6 @@ def test_it_is_the_set_of_its_slots(size, end, kind):
 
 
 @pytest.mark.parametrize("slots", [(-1,), (*range(100), -5), (3, 1 << 32), array([7, 1 << 40])])
-def test_what_is_no_slot_is_refused(slots):
+def test_slot_out_of_range_is_refused(slots):
     with pytest.raises(CacheStateError, match=r"slots are in \[0, 4294967296\), got "):
         slot_set(slots)

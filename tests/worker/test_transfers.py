@@ -181,7 +181,7 @@ def test_pass_waits_by_layer_for_its_swap_in_and_for_overwritten_slots(rig):
     waits.wait_all()
 
 
-def test_compute_may_not_write_what_is_being_swapped_in(rig):
+def test_compute_may_not_write_slots_that_are_being_swapped_in(rig):
     counter = rig.submit(into=swap_in((0,), (4,)))
     with pytest.raises(CacheStateError, match=r"slots \[4\] are written while they are being swapped in"):
         rig.controller.transfers.before_compute([4], [4], counter=counter)
@@ -190,7 +190,7 @@ def test_compute_may_not_write_what_is_being_swapped_in(rig):
 # ---- failures
 
 
-def test_a_failed_swap_out_fails_who_reads_it_and_nobody_else(rig):
+def test_failed_swap_out_fails_the_readers_of_its_slots_alone(rig):
     rig.runtime.fail_next(SWAP_OUT, OSError("no such page"))
     counter = rig.submit(swap_out((0, 1), (2, 3)), swap_in((2, 5), (4, 5)))
     good = rig.submit(swap_out((3,), (0,)), swap_in((0,), (1,)))
@@ -376,7 +376,7 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
     assert rig.controller.copies.exposed_wait_total_s == 3
 
 
-def test_reports_carry_what_the_rank_counted_also_with_earlier_tensors(rig):
+def test_reports_have_the_totals_of_a_rank_across_new_tensors(rig):
     rig.runtime.fail_next(SWAP_IN, OSError("no such page"))
     rig.submit(swap_out((0, 1), (0, 1)), swap_in((5,), (4,)))
     rig.controller.transfers.drain()

@@ -99,7 +99,7 @@ def test_a_plan_is_uploaded_once_for_all_its_layers(gpu):
 
 
 @pytest.mark.parametrize("way", ["kernel", "batch", "spans"])
-def test_steps_that_nobody_waits_for_do_not_meet(gpu, way):
+def test_steps_without_waits_do_not_share_plans_or_staging(gpu, way):
     """Both directions, step behind step: each has its plan, and what an upload reads is there until it has read it."""
     gpu.progress_on_query = False
     rng = np.random.default_rng(5)
@@ -127,7 +127,7 @@ def held(gpu):
     return sum(memory.file >= 0 for memory in gpu._memory.values()), len(gpu.modules)
 
 
-def test_what_a_pool_holds_on_the_gpu_is_given_back(gpu):
+def test_gpu_memory_of_a_copier_is_freed(gpu):
     with closing(Copying(gpu, only("kernel"))):
         assert held(gpu) == (3, 1), "rows, and a plan for each direction"
     assert held(gpu) == (0, 0)
@@ -164,7 +164,7 @@ def test_without_a_kernel_the_next_way_copies(gpu, spoil, reason, caplog):
         one.require_right()
 
 
-def test_a_tier_beyond_what_was_tried_goes_by_plain_copies(gpu):
+def test_tier_beyond_the_tried_size_uses_plain_copies(gpu):
     for reach, ways in ((20 * 40, {"copy 2D"}), (1 << 20, {"kernel"})):
         gpu.log.clear()
         rates = Rates(EVERY_WAY.timings, reach=reach)
@@ -174,7 +174,7 @@ def test_a_tier_beyond_what_was_tried_goes_by_plain_copies(gpu):
             one.require_right()
 
 
-def test_plain_copies_that_failed_their_trial_take_the_place_of_none(gpu):
+def test_plain_copies_that_failed_their_trial_are_never_used(gpu):
     rates = Rates({"kernel": EVERY_WAY.timings["kernel"]}, {"spans": "its trial ended with status 1"}, reach=20)
     with pytest.raises(
         ConfigError, match=r"^no copy path is left .*spans: its trial ended .*kernel: tiers of \d+ bytes were"
@@ -247,7 +247,7 @@ def test_a_batch_counts_by_its_copies_for_the_interpreter_lock(gpu):
     assert kept[-1]
 
 
-def test_times_of_ways_are_between_those_that_were_measured():
+def test_predicted_copy_times_lie_between_the_measured_ones():
     timing = Timing(1024, apart=160.0, joined=10.0)
     assert timing.of_copy(16, 16) == pytest.approx(16 * 160)
     assert timing.of_copy(16, 1) == pytest.approx(16 * 10)

@@ -86,7 +86,7 @@ def test_a_gpu_says_which_ways_of_copying_it_has(rig, monkeypatch):
     rig.close()
 
 
-def test_an_event_is_recorded_again_when_nobody_can_ask_for_it_any_more(gpu, rig):
+def test_event_without_references_is_recorded_again(gpu, rig):
     """Who was told to wait for it waits for what was recorded then: see `cuEventRecord`."""
     stream = rig.runtime.new_stream("any")
     held, dropped, timed = stream.record_event(), stream.record_event(), stream.record_event(timed=True)
@@ -139,7 +139,7 @@ def begun(rig):
 
 @pytest.mark.parametrize("name", ["cuStreamWaitEvent", "cuEventCreate", "cuEventRecord"])
 @pytest.mark.parametrize("number", range(8))
-def test_what_the_driver_does_not_queue_is_waited_for_and_nothing_is_lost(gpu, begun, name, number):
+def test_call_that_the_driver_refuses_to_queue_is_waited_for(gpu, begun, name, number):
     """Two slots are evicted, one of them is filled again by the same step, the pass behind it writes the other one."""
     transfers = begun.controller.transfers
     refuse(gpu, number, [name])
@@ -172,7 +172,7 @@ def test_a_gpu_that_breaks_within_a_step_leaves_no_copy_unknown(gpu, begun, numb
     begun.controller.check()
 
 
-def test_what_a_rank_makes_on_a_gpu_it_makes_on_its_own(gpu, monkeypatch):
+def test_rank_makes_its_gpu_objects_on_its_own_device(gpu, monkeypatch):
     """Whatever GPU another library has made the thread's meanwhile."""
 
     def strayed(call, *given, **options):
@@ -209,7 +209,7 @@ class Lease(CpuEvent):
         return super().wait_done(timeout)
 
 
-def test_what_uses_a_slot_of_a_peer_is_submitted_when_the_peer_is_done(gpu, rig):
+def test_use_of_a_slot_leased_to_a_peer_is_submitted_after_the_lease(gpu, rig):
     rig.controller.transfers.device_hazards.after(Actor.REMOTE, Lease(gpu), reads=(3,))
     gpu.log.clear()
     rig.submit(into=swap_in((0,), (3,)))
@@ -234,7 +234,7 @@ def test_a_peer_that_does_not_end_its_use_is_not_waited_for_for_ever(gpu):
     assert rig.controller.transfers.take_results() == []
 
 
-def test_what_a_peer_did_not_bring_is_not_read(gpu, rig):
+def test_slot_that_a_peer_failed_to_fill_is_not_read(gpu, rig):
     lost = Lease(gpu, error=OSError("the link is gone"))
     rig.controller.transfers.device_hazards.after(Actor.REMOTE, lost, writes=(3,))
     with pytest.raises(TransferError, match="the link is gone"):

@@ -80,7 +80,7 @@ def trials(gpu, monkeypatch):
     return made
 
 
-def test_what_works_is_used_and_timed_at_the_rows_of_the_cache(trials):
+def test_working_copy_ways_are_used_and_timed_at_the_rows_of_the_cache(trials):
     rates = trials.rates([2112, 128, 2 << 20])
     assert (rates.left, rates.ways, rates.reach) == ({}, WAYS, 1 << 40)
     for way in WAYS:
@@ -313,7 +313,7 @@ def test_copies_are_tried_beside_a_busy_stream_in_both_directions(trials, monkey
         ("-spans,-batch,-kernel", ()),
     ],
 )
-def test_the_variable_says_what_is_tried(trials, monkeypatch, text, tried):
+def test_variable_chooses_the_copy_ways_that_are_tried(trials, monkeypatch, text, tried):
     monkeypatch.setenv(CHOICE, text)
     rates = trials.rates()
     assert tuple(trials.asked) == tried
@@ -322,7 +322,7 @@ def test_the_variable_says_what_is_tried(trials, monkeypatch, text, tried):
     assert {*rates.ways, *rates.left} == {*WAYS}
 
 
-def test_what_was_left_out_once_is_tried_when_it_is_wanted(trials, monkeypatch):
+def test_copy_way_left_out_by_the_variable_is_tried_when_it_is_unset(trials, monkeypatch):
     monkeypatch.setenv(CHOICE, "-batch")
     trials.rates()
     monkeypatch.delenv(CHOICE)
@@ -384,7 +384,7 @@ def test_driver_release_comes_from_nvidia_smi_if_the_system_lacks_it(machine, mo
 # ---- what is kept
 
 
-def test_what_was_found_is_used_by_the_next_start(trials):
+def test_results_of_a_trial_are_used_by_the_next_start(trials):
     trials.gpu.missing.add(CALLS[BATCH])
     found = trials.rates([2112])
     assert trials.rates([2112]) == found
@@ -424,7 +424,7 @@ def test_another_one_is_tried_again(trials, machine, monkeypatch, tmp_path, what
         ((0, '{"left": "why"}'), True),
     ],
 )
-def test_what_may_be_otherwise_another_time_is_not_kept(trials, said, is_kept):
+def test_results_of_a_trial_that_may_change_are_not_kept(trials, said, is_kept):
     trials.said[KERNEL] = said
     trials.rates()
     trials.rates()
@@ -513,7 +513,7 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
     assert taken == {*WAYS}
 
 
-def test_times_of_either_direction_are_those_of_copies_that_way(trials, monkeypatch):
+def test_each_direction_is_timed_by_copies_in_that_direction(trials, monkeypatch):
     monkeypatch.setattr(trial_process, "_nanoseconds", lambda *_, to_device: 16_000.0 if to_device else 32_000.0)
     timings = trials.rates().timings[KERNEL]
     assert [timings[to_device][0].apart for to_device in (True, False)] == [1000.0, 2000.0], "of 16 blocks"

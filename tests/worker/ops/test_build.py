@@ -23,7 +23,7 @@ def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, 
     assert list(tmp_path.iterdir()) == [], "none is better than a stale one"
 
 
-def test_what_to_build_can_be_chosen(monkeypatch):
+def test_parts_to_build_can_be_chosen(monkeypatch):
     monkeypatch.delenv("FASTDEPLOY_KVCACHE_BUILD", raising=False)
     assert build.wanted() == list(build.TARGETS)
     assert build.wanted(["cpu", "ptx"]) == ["cpu", "ptx"], "the text is built where it is named"

@@ -102,7 +102,7 @@ def test_tiers_that_do_not_fit_each_other_are_refused(gpu, rng):
                 make(device, host)
 
 
-def test_the_way_on_a_cpu_is_told(cpu_ops):
+def test_copy_path_on_a_cpu_is_reported(cpu_ops):
     assert [(path.direction, path.name, path.left) for path in cpu_paths()] == [
         ("in", cpu_ops, ""),
         ("out", cpu_ops, ""),

@@ -199,7 +199,7 @@ ON_GPU = [LayerRows([BlockRows(64, 4, 16, 16, on_gpu=True, owner=SimpleNamespace
 ON_HOST = [LayerRows([BlockRows(4096, 4, 16, 16)])]
 
 
-def test_the_runtime_of_a_gpu_copies_by_them_when_it_is_told_to(gpu, monkeypatch):
+def test_gpu_runtime_copies_by_paddle_operators_when_chosen(gpu, monkeypatch):
     monkeypatch.setenv(CHOICE, "paddle")
     monkeypatch.setattr(paddle_ops, "copies_on_gpu", lambda: True)
     runtime = CudaRuntime(compute_handle=COMPUTE)

@@ -142,7 +142,7 @@ def test_waiting_too_long_is_a_timeout(on, streams):
     event.wait(LIMIT_S)
 
 
-def test_compute_raises_what_is_known_of_a_copy_that_it_needs(on, streams):
+def test_compute_raises_the_known_error_of_a_copy_whose_data_it_needs(on, streams):
     compute = on.runtime.compute_stream
     compute.begin()
     with pytest.raises(ValueError, match="boom"):
@@ -155,7 +155,7 @@ def test_compute_raises_what_is_known_of_a_copy_that_it_needs(on, streams):
     compute.record_event().wait(LIMIT_S)
 
 
-def test_closing_finishes_what_was_submitted(on, streams):
+def test_closing_a_stream_finishes_its_submitted_work(on, streams):
     (a, b), seen = streams, []
     for number in range(50):
         on.work(a, seen.append, number)

@@ -54,13 +54,13 @@ def test_limits_of_this_process_and_of_those_above_it(groups, membership, limits
     assert memory_limits.room() == room
 
 
-def test_what_is_free_may_be_used_to_the_last_byte():
+def test_free_memory_may_be_used_to_the_last_byte():
     base.require("the pool", 5, 5)
     with pytest.raises(ConfigError, match="the pool needs"):
         base.require("the pool", 6, 5)
 
 
-def test_free_memory_is_the_machines_or_what_limits_leave(groups):
+def test_free_memory_is_bounded_by_the_machine_and_by_limits(groups):
     groups("0::/", {})
     unlimited = base.free_host_memory()
     assert unlimited > 2500

@@ -83,7 +83,7 @@ def test_pages_come_from_the_cpus_that_are_given(monkeypatch):
     assert pinned == [{2, 3}]
 
 
-def test_what_the_system_refuses_is_touched_all_the_same(monkeypatch):
+def test_memory_is_touched_although_the_system_refuses_cpu_affinity(monkeypatch):
     def refuse(thread, cpus):
         raise PermissionError("no")
 
