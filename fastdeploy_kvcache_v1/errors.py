@@ -22,6 +22,8 @@
     │   ├── RankLostError          a rank ended or does not answer
     │   └── RanksDisagreeError     two ranks computed different results for the same tokens
     └── WorkerDiedError            the worker process ended while requests needed it
+
+Messages are for people and may change.
 """
 
 from __future__ import annotations

@@ -443,11 +443,11 @@ class CacheManager:
             )
 
     def snapshot(self, most_blocks: int = 1024, *, stored: Container[BlockHash] = ()) -> CacheSnapshot:
-        """Describe which runs are in which tier. Lists runs of `most_blocks` blocks, at most 2,048 (`MOST_BLOCKS`), and
-        counts the cached blocks left out. `stored` has the blocks known to be in storage.
+        """Describe which runs are in which tier. Lists runs of `most_blocks` blocks (2,048 at most)
+        and counts the cached blocks left out. `stored` contains the blocks known to be in storage.
 
-        Holds the lock for O(`most_blocks` + requests + loads), some 2 ms at most, whatever the size of the cache. The
-        snapshot has no block hash, request id, token or tenant; its counts tell how much of the cache is in use.
+        Holds the lock for O(most_blocks + requests + loads), at most about 2 ms, independent of the size of the cache.
+        The snapshot has no block hash, request id, token or tenant. Its counts show how much of the cache is in use.
         """
         with self._lock:
             runs = look(self._tree.root, self._residency.detached_runs(), most_blocks)

@@ -1,4 +1,4 @@
-"""A bounded picture of the cache, for debug pages and tests."""
+"""CacheSnapshot: a bounded description of the cache, for debug pages and tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .block_pool import BlockPool
 from .run import DEVICE, HOST, WIDTH, Cells, Run
 
 MOST_BLOCKS = 2048
-"""Blocks that a snapshot lists at most."""
+"""Largest number of blocks that a snapshot lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TierSnapshot:
     held: int
     """Blocks with an owner that a store reads."""
     unlisted: int
-    """Of `cached`: blocks that `CacheSnapshot.runs` leaves out."""
+    """Cached blocks that `CacheSnapshot.runs` leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +38,30 @@ class RunSnapshot:
     """Consecutive blocks of a prompt that are in the same tiers and have the same users."""
 
     name: str
-    """Digest of the first block under a random key of this `CacheManager`: it stands for the same block in each of its
+    """Digest of the first block under a random key of this `CacheManager`. It names the same block in each of its
     snapshots, and cannot be computed from a prompt."""
     parent: int | None
     """Index in `CacheSnapshot.runs` of the run with the blocks before; None at the start of a prompt."""
     num_blocks: int
     device_slots: tuple[DeviceSlot, ...]
-    """Empty if the run is not on the device. In prompt order; a listed run that was cut has fewer slots than blocks."""
+    """In prompt order. Empty if the run is not on the device. Has fewer slots than blocks if the run is cut short."""
     host_slots: tuple[HostSlot, ...]
     """As `device_slots`, on the host."""
     num_stored: int
-    """Of the listed blocks, those that are known to be in storage."""
+    """Listed blocks that are known to be in storage."""
     pins: int
-    """Requests that use it."""
+    """Number of requests that use it."""
     use_class: int
-    """How often requests found these blocks, as a class of the adaptive eviction."""
+    """Class of the adaptive eviction: how often requests found these blocks."""
     filling: str | None
     """Tier that a planned copy fills: `device` or `host`."""
     forgotten: bool
-    """It cannot be found any more, and waits for its last user."""
+    """True if it cannot be found any more and waits for its last user."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """What `CacheManager.snapshot` saw at one moment. Sizes are in blocks of `block_size` tokens."""
+    """The cache at one moment. Sizes are in blocks of `block_size` tokens."""
 
     block_size: int
     num_requests: int
@@ -72,10 +72,10 @@ class CacheSnapshot:
 
 
 class SeenRun(NamedTuple):
-    """Copies of what a run says under the lock: few objects, so that the garbage collector is not called there."""
+    """A copy of a run, made under the lock. It has few objects, which do not trigger the garbage collector there."""
 
     cells: Cells
-    """Of the listed blocks."""
+    """Cells of the listed blocks."""
     parent: int | None
     num_blocks: int
     on_device: bool
@@ -86,12 +86,12 @@ class SeenRun(NamedTuple):
     forgotten: bool
 
     def slots(self, tier: int) -> Cells:
-        """Of the listed blocks in `DEVICE` or `HOST`; empty if the run is not there."""
+        """Slots of the listed blocks in `DEVICE` or `HOST`; empty if the run is not there."""
         return self.cells[tier::WIDTH] if (self.on_device if tier == DEVICE else self.on_host) else []
 
 
 def look(root: Run, forgotten: Iterable[Run], most_blocks: int) -> list[SeenRun]:
-    """Runs of at most `most_blocks` blocks: those below `root`, then the `forgotten` ones. O(`most_blocks`)."""
+    """Copy runs of at most `most_blocks` blocks: those below `root`, then the `forgotten` ones. O(most_blocks)."""
     seen: list[SeenRun] = []
     left = min(most_blocks, MOST_BLOCKS)
     for run, parent in _newest_first(root, forgotten):
@@ -106,7 +106,7 @@ def look(root: Run, forgotten: Iterable[Run], most_blocks: int) -> list[SeenRun]
 
 
 def _newest_first(root: Run, forgotten: Iterable[Run]) -> Iterator[tuple[Run, int | None]]:
-    """Each run with its parent's place in this order. O(1) per run, however many children a run has."""
+    """Yield each run with the index of its parent. O(1) per run, independent of its number of children."""
     stack: list[tuple[int | None, Iterator[Run]]] = [(None, reversed(root.children.values()))]
     count = 0
     while stack:
@@ -123,14 +123,14 @@ def _newest_first(root: Run, forgotten: Iterable[Run]) -> Iterator[tuple[Run, in
 
 
 def count(pool: BlockPool[Any], num_private: int, num_listed: int) -> TierSnapshot:
-    """Owners outside the tree have `num_private` slots of `pool`; listed runs have `num_listed`."""
+    """Count the blocks of `pool`: `num_private` have owners outside the tree, `num_listed` are in listed runs."""
     cached = pool.num_owned - num_private
     draining = pool.size - pool.num_free - pool.num_owned
     return TierSnapshot(pool.size, pool.num_free, cached, num_private, draining, pool.num_held, cached - num_listed)
 
 
 def describe(seen: Iterable[SeenRun], key: bytes, stored: Container[BlockHash]) -> tuple[RunSnapshot, ...]:
-    """The runs without their hashes. Needs no lock."""
+    """Describe runs without their hashes. Needs no lock."""
     return tuple(
         RunSnapshot(
             blake2b(run.cells[0], digest_size=8, key=key).hexdigest(),

@@ -129,7 +129,7 @@ def check_sums(cache: CacheManager) -> snapshot.CacheSnapshot:
     return seen
 
 
-def test_the_sums_of_a_snapshot_are_those_of_pools_and_tree_after_every_step():
+def test_sums_of_a_snapshot_equal_those_of_pools_and_tree_after_each_step():
     seen = []
     for seed, policy in itertools.product(range(6), ("write_back", "write_through")):
         cache = manager(16, 10, policy)
