@@ -100,9 +100,7 @@ def _close_sockets() -> None:
 
 
 def _locks_of_prometheus() -> Iterator[Any]:
-    """Yield the locks without importing prometheus_client: a thread that was importing it at the fork holds the
-    module's lock for ever in the child.
-    """
+    """Yield the locks. Imports nothing: an import that another thread had begun at the fork hangs in the child."""
     if (lock := lock_of_values()) is not None:
         yield lock
     registry = getattr(sys.modules.get("prometheus_client"), "REGISTRY", None)

@@ -89,7 +89,6 @@ class BlockPool(Generic[Slot]):
             self._readers[slot] = self._readers.get(slot, 0) + 1
 
     def release_held(self, slots: Sequence[Slot]) -> None:
-        """Remove a reader from each of `slots`."""
         for slot in reversed(slots):
             self._readers[slot] -= 1
             if not self._readers[slot]:

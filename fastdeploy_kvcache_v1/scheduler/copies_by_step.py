@@ -28,9 +28,7 @@ class CopiedRun:
         """Leading blocks that `take` has passed: a copy is stored piece by piece, in order."""
 
     def parts(self) -> list[tuple[Run, int, int]]:
-        """List the runs that hold its blocks, in prompt order, each with the range of places in its cells. O(runs from
-        there up).
-        """
+        """List the runs that hold its blocks, in prompt order, with their ranges of cells. O(runs from there up)."""
         while len(self._cells) == 1:
             self._cells, shift = self._cells[0]
             self._first += shift

@@ -56,7 +56,6 @@ class TwoTermFit:
             self._per_first, self._per_second = (per_first, per_second) if per_first > 0 else (0.0, self._by / self._bb)
 
     def value(self, first: float, second: float) -> float:
-        """Predict the seconds."""
         return self._per_first * first + self._per_second * second
 
 

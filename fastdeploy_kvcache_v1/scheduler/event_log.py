@@ -33,7 +33,6 @@ class EventLog:
             self._events.append(CacheEvent("removed", level, tuple(run.hashes)))
 
     def cleared(self) -> None:
-        """Record that both tiers were emptied."""
         if self._is_listening:
             self._events, self._num_blocks = [CacheEvent("cleared", None)], 0
 

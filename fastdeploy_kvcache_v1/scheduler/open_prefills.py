@@ -44,9 +44,7 @@ class OpenPrefills:
             self._blocks.update(hashes)
 
     def give_up(self, request_id: str) -> None:
-        """Remove a request from the batch. Blocks that another request computes too may be removed with it; then no
-        request waits for them.
-        """
+        """Remove a request from the batch, with all its blocks, even those that another request computes too."""
         self._blocks.difference_update(self._by_request.pop(request_id, ()))
 
     def to_wait_for(self, sequence: BlockHashes, num_cached: int, line: Iterable[BlockHashes]) -> int:
@@ -65,9 +63,7 @@ class OpenPrefills:
         return 0
 
     def _num_shared(self, sequence: BlockHashes, first: int) -> int:
-        """Count blocks from `first` on that the batch computes. The last token's block does not count: its logits are
-        needed, so it is always computed.
-        """
+        """Count blocks from `first` on that the batch computes. The last token is always computed, for its logits."""
         if not sequence.access.reads:
             return 0
         hashes, end = sequence.hashes, min(len(sequence.hashes), (sequence.num_tokens - 1) // self._block_size)

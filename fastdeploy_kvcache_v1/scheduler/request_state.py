@@ -54,7 +54,6 @@ class RequestState:
         return self.num_cached + len(self.tail) if self.admitted else 0
 
     def block_table(self) -> list[DeviceSlot]:
-        """Build a new list. O(its blocks)."""
         if not self.admitted:
             return []
         table: list[DeviceSlot] = []

@@ -189,9 +189,7 @@ class RequestTable:
             self.end(request_id)
 
     def forget_matches(self) -> list[Run]:
-        """Prepare a reset: matches not admitted yet become empty, admitted requests stop writing. Returns the runs that
-        admitted requests use.
-        """
+        """Empty all matches not admitted yet and stop writes of the others. Returns the runs that these use."""
         for request in self._requests.values():  # before listing runs, because releasing a match may join them
             if request.admitted:
                 request.writes = False

@@ -92,9 +92,7 @@ class Residency:
             self.host_order.use(host)
 
     def expect(self, paths: Sequence[Sequence[Run]]) -> None:
-        """Make the runs of `paths` leave last, and no others: the paths of waiting requests, the next one first, each
-        in prompt order.
-        """
+        """Let the runs of `paths` alone leave last. Paths are in prompt order, that of the next request first."""
         on_device, on_host = self._expected
         for queue, order in ((on_device, self.device_order), (on_host, self.host_order)):
             for place in queue.drain():
@@ -285,9 +283,7 @@ class Residency:
         run.enter_device(slots)
 
     def start_swap_out(self, run: Run, slots: Sequence[HostSlot]) -> None:
-        """Open the copy of a device run into host `slots`. Its device slots may be reused at once: swap-outs run first
-        in a step.
-        """
+        """Open the copy of a device run into host `slots`. Its device slots can be reused: swap-outs run first."""
         assert run.on_device and run.host is None and len(slots) == run.length, "one host slot per block"
         run.open = CacheLevel.HOST
         self._open[run] = None
@@ -299,9 +295,7 @@ class Residency:
         return [run for run in self._open if run.open is target]
 
     def close_copies(self) -> None:
-        """Close all open copies: the step that has them is handed over, or was dropped by a forced reset. From now on
-        the order of steps makes the tree's state true.
-        """
+        """Close all open copies: their step is taken, or a forced reset dropped it. Their targets count as filled."""
         for run in self._open:
             level, run.open = run.open, None
             assert level is not None

@@ -58,7 +58,6 @@ class QueueNode:
         other.younger = younger.older = self
 
     def leave_queue(self) -> None:
-        """Take this place out of its queue, if it is in one."""
         older, younger = self.older, self.younger
         if younger is not None:
             assert older is not None
@@ -212,7 +211,6 @@ class Run(QueueNode):
         return old
 
     def leave_device(self) -> list[DeviceSlot]:
-        """Return the slots that it had."""
         slots = self.device_slots
         self.on_device = False
         if not self.detached:
@@ -231,9 +229,7 @@ class Run(QueueNode):
         self.end += len(hashes)
 
     def drop_cells(self) -> None:
-        """Remove the blocks of this run, which is gone, from its cells, as soon as they are the last ones there. Blocks
-        of runs above it that are gone leave with them.
-        """
+        """Remove the blocks of gone runs, from this one upwards, as far as they are the last ones of their cells."""
         run, cells = self, self.cells
         while run.cells is cells and run.ends_its_cells and run.is_gone:
             del cells[WIDTH * run.start :]
@@ -350,9 +346,7 @@ class Run(QueueNode):
         return self.is_next_to(parent) and is_next_on_host
 
     def take_over_parent(self) -> None:
-        """Prepend the parent's blocks and take its place in the tree. The old parent's `parent` is this run now, for
-        holders of a reference to the old one.
-        """
+        """Prepend the parent's blocks and take its place. The old parent's `parent` is this run from now on."""
         parent = self.parent
         assert parent is not None and parent.parent is not None
         if parent.cells is not self.cells:
@@ -391,7 +385,6 @@ class RunQueue:
             link = following
 
     def youngest_first(self) -> Iterator[Run]:
-        """Yield runs as `__iter__` does, youngest first."""
         link = self.end.older
         while link is not self.end:
             assert link is not None

@@ -245,9 +245,7 @@ class Tiering:
                 return
 
     def _back_up(self, runs: Sequence[Run]) -> int:
-        """Open copies of `runs`, all on the device and in prompt order. Returns how many blocks found no room; 0
-        without a host tier.
-        """
+        """Open swap-outs of `runs`, in prompt order. Returns how many blocks found no room; 0 without a host tier."""
         skipped = 0
         for run in runs:
             if run.host is None:
@@ -259,9 +257,7 @@ class Tiering:
         return skipped if self._residency.host_pool.size else 0
 
     def _make_host_room(self, count: int) -> int:
-        """Evict from the host until `count` slots are free, or no eviction makes room. Returns how many are free, at
-        most `count`.
-        """
+        """Evict from the host to free `count` slots. Returns how many are free, fewer if no eviction makes room."""
         pool = self._residency.host_pool
         if count > pool.num_free:
             self._lookahead.look()

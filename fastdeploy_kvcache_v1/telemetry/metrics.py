@@ -77,16 +77,12 @@ class _Part:
 
 
 def counter(text: str, name: str = "", *, by: str = "") -> Any:
-    """Declare a counter that begins at 0. The default `name` is the field's. `by`: a label whose value is the field's
-    name, for fields that share one metric.
-    """
+    """Declare a counter from 0, named as its field by default. `by`: a label whose value is the field's name."""
     return field(default=0, metadata={_DECLARED: Metric(Kind.COUNTER, text, name, by=by)})
 
 
 def gauge(text: str, name: str = "", *, each: tuple[str, ...] = (), default: Any = MISSING) -> Any:
-    """Declare a gauge. With `each` the field holds named tuples, one sample each: a tuple has the values of these
-    labels, and the number is its `is_used`.
-    """
+    """Declare a gauge. With `each` it holds named tuples: values of these labels, and the number as `is_used`."""
     return field(default=default, metadata={_DECLARED: Metric(Kind.GAUGE, text, name, each=each)})
 
 
@@ -101,9 +97,7 @@ def gauge_of(text: str, name: str, **labels: str) -> Callable[[Callable[..., T]]
 
 
 def histogram(text: str, name: str, *, each: tuple[str, ...] = (), buckets: tuple[float, ...]) -> Any:
-    """Declare a histogram. The field holds a function that takes the values of the labels `each` and a number; a server
-    sets it.
-    """
+    """Declare a field for a function of the values of labels `each` and a number. A server sets it."""
     return field(metadata={_DECLARED: Metric(Kind.HISTOGRAM, text, name, each=each, buckets=buckets)})
 
 

@@ -39,9 +39,7 @@ class EvictionOrder:
         self.queues = [RunQueue() for _ in range(num_queues)]
 
     def enter(self, place: QueueNode, /, *, first: bool = False) -> None:
-        """Add a run that no request uses and that is in no queue. `first`: it was a candidate before and had to wait,
-        so it leaves before runs of the same worth.
-        """
+        """Add an unused run that is in no queue. `first`: it had to wait, so it leaves before runs of equal worth."""
         (self.queues[0].put_oldest if first else self.queues[0].touch)(place)
 
     def use(self, place: QueueNode, /) -> None:

@@ -63,7 +63,6 @@ class ReuseRates:
             exposed[age_class] += num_requests * count
 
     def fade(self) -> None:
-        """Let earlier observations count less from now on."""
         for row in (*self._used, *self._exposed):
             row[:] = [DECAY * value for value in row]
 
@@ -82,9 +81,7 @@ class ReuseRates:
         return worths, [use_class for use_class, row in enumerate(worths) if row[0] < RIPE * max(row)]
 
     def _shared_rates(self) -> list[float]:
-        """Return uses per block and request of all classes together. Without observations at an age, it is half the
-        rate of the age before.
-        """
+        """Return uses per block and request of all classes. Without data at an age: half the rate of the age before."""
         rates, rate = list[float](), 0.0
         for uses, chances in zip(_totals(self._used), _totals(self._exposed), strict=True):
             rate = uses / chances if uses and chances else rate / 2

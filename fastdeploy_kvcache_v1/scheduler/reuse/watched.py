@@ -138,9 +138,7 @@ class WatchedBlocks:
         self._young, self._old = {}, {}
 
     def _cut(self, group: Group, hashes: Sequence[BlockHash], end: int) -> Group:
-        """Cut off and return the upper part of `group`: the blocks among the first `end` watched ones that the prompt
-        shares. O(log n).
-        """
+        """Cut off and return the upper part of `group` that the prompt shares, up to depth index `end`. O(log n)."""
 
         def is_left(index: int) -> bool:
             return self._group(hashes[DEPTHS[index] - 1]) is not group
