@@ -84,9 +84,7 @@ def test_only_blocks_of_an_open_lease_are_readable(mine, peer, lease, spans, is_
     assert peer.plane.num_refused == 1
 
 
-@pytest.mark.parametrize(
-    ("event", "reason"), [("revoke", "the lease ended while"), ("overwrite", "checksum mismatch")]
-)
+@pytest.mark.parametrize(("event", "reason"), [("revoke", "the lease ended while"), ("overwrite", "checksum mismatch")])
 def test_what_happens_to_a_lease_between_its_bytes_and_their_end_fails_the_read(mine, peer, monkeypatch, event, reason):
     of_buffers = read_server.checksum_of
 

@@ -119,9 +119,7 @@ def _summary(results: Results) -> Iterable[str]:
 
 def _first_tokens(results: Results, width: float) -> Figure:
     found = again(results)
-    rows = [
-        Bar(name, [Part(value, SERVED_BY[name], seconds(value))], seconds(value)) for name, value in found.items()
-    ]
+    rows = [Bar(name, [Part(value, SERVED_BY[name], seconds(value))], seconds(value)) for name, value in found.items()]
     return bars(rows, width=width, most=max(found.values()), unit=lambda value: f"{value:g} s")
 
 

@@ -44,6 +44,7 @@ HOST_GIB = "0.5"
 LARGE_OVER_SMALL = 4
 """Device blocks of the set-up that has enough, over those of the small one."""
 
+
 class Setup(NamedTuple):
     name: str
     explanation: str

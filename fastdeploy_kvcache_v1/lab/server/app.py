@@ -221,13 +221,13 @@ def _add_service_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
             return JSONResponse({"ok": False, "error": str(error)}, 500)
         return JSONResponse({"ok": True, **report})
 
-    @app.api_route("/debug/cache", methods=GET)
+    @readable(app, "/debug/cache")
     def debug_cache(blocks: Annotated[int, Query(ge=0, le=MOST_BLOCKS)] = 1024) -> dict[str, Any]:
         """Embedded server only: which runs are in which tier, see `CacheManager.snapshot`. A thread of its own asks."""
         storage = engine.core.storage
         return asdict(engine.core.manager.snapshot(blocks, stored=() if storage is None else storage.known))
 
-    @app.api_route("/debug/requests", methods=GET)
+    @readable(app, "/debug/requests")
     async def debug_requests(limit: Annotated[int, Query(ge=0, le=MOST_KEPT)] = 32) -> dict[str, Any]:
         """Embedded server only: where the time of open and of the last requests went, see `RequestReport`."""
         reports = await _on_engine(engine, lambda core: core.requests(limit))

@@ -68,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """
     directory: Path = args.kvcache_storage_dir
     if not has_format(directory):
-        raise ConfigError(
-            f"{directory} is not a storage directory (no file {directory / FORMAT}): give a server's"
-        )
+        raise ConfigError(f"{directory} is not a storage directory (no file {directory / FORMAT}): give a server's")
     try:
         outcome: Outcome = args.act(args)
     except OSError as error:

@@ -18,7 +18,7 @@ DECIDES = {
 }
 DOES_NOT = {
     *("served_model_name", "host", "port", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "log_level"),
-    *("checks_model_name", "storage", "record_trace", "role"),
+    *("checks_model_name", "storage", "record_trace", "role", "strict_fields"),
     "threads",  # `configure_reproducible_math`
 }
 

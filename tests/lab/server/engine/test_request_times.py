@@ -26,7 +26,7 @@ class Timed:
         self.harness.sent.clear()
         result = self.harness.worker.run(batch)
         self.now += seconds
-        self.harness.core.on_step_result(replace(result, report=replace(result.report, exposed_wait_s=copies_s)))
+        self.harness.core.on_step_result(replace(result, report=replace(result.report, exposed_wait_since_last_s=copies_s)))
 
     def reports(self, limit=10):
         return {each.id: each for each in self.harness.core.requests(limit)}
