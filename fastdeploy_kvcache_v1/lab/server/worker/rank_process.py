@@ -123,9 +123,10 @@ class RankProcess:
         except Exception:  # the edge of the thread: without answers every request would hang
             logger.exception("an answer of the worker cannot be read, killing it")
             self._process.kill()
+        if self._closing.is_set():
+            return  # it takes some time from the end of the pipe to its own end, for which `close` waits
         status = _wait_or_kill(self._process, time.monotonic() + STOP_TIMEOUT_S)
-        if not self._closing.is_set():
-            on_death(f"{self._name} {self.pid} {_describe_exit(status)}")
+        on_death(f"{self._name} {self.pid} {_describe_exit(status)}")
 
 
 def _spawn(pipes: Sequence[Connection]) -> subprocess.Popen[bytes]:

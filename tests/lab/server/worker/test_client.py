@@ -5,6 +5,7 @@ import os
 import pickle
 import tempfile
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.lab.model.step import StepTask
 from fastdeploy_kvcache_v1.lab.server.settings import ServerConfig
-from fastdeploy_kvcache_v1.lab.server.worker import client
+from fastdeploy_kvcache_v1.lab.server.worker import client, rank_process
 from fastdeploy_kvcache_v1.lab.server.worker.client import ProcessWorkerClient, StartInterruptedError
 from fastdeploy_kvcache_v1.lab.server.worker.messages import WorkerLaunch
 from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings
@@ -192,3 +193,13 @@ def test_a_rank_that_does_not_start_ends_the_start_of_all(temp_dir, monkeypatch,
 def test_heads_that_cannot_be_shared_out_are_one_line(temp_dir):
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3 must divide the model's num_kv_heads 4"):
         ProcessWorkerClient(replace(ONE, tensor_parallel_size=3))
+
+
+@pytest.mark.process
+def test_worker_that_was_told_to_stop_has_until_the_deadline_to_end(monkeypatch, caplog):
+    """Its pipe ends a while before the process, whose libraries are taken down."""
+    monkeypatch.setattr(rank_process, "STOP_TIMEOUT_S", 0.0)
+    with running(ONE) as (client, _, processes):
+        client.close(time.monotonic() + 600)
+        assert [process.is_running() for process in processes] == [False]
+    assert [each.message for each in caplog.records if "killing it" in each.message] == []
