@@ -229,21 +229,17 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "scan": Kind(scan, Shape(4, 4_000, 1), "every prompt is new"),
-    "loop": Kind(loop, Shape(4, 6_000, 300), "ITEMS documents of TOKENS in turn, again and again"),
-    "hot": Kind(hot, Shape(10, 6_000, 1), "one system prompt of TOKENS, short questions"),
-    "chat": Kind(
-        chat, Shape(6, 900, 3), "conversations with a first message of TOKENS, behind one of ITEMS system prompts"
-    ),
-    "agents": Kind(
-        agents, Shape(6, 6_000, 40), "sessions of calls that share one of ITEMS long instructions of TOKENS"
-    ),
+    "scan": Kind(scan, Shape(4, 4_000, 1), "every prompt is new: the cache must keep what it has"),
+    "loop": Kind(loop, Shape(4, 6_000, 300), "ITEMS documents of TOKENS in turn: LRU evicts each just before its use"),
+    "hot": Kind(hot, Shape(10, 6_000, 1), "one system prompt of TOKENS, short questions that evict it if they may"),
+    "chat": Kind(chat, Shape(6, 900, 3), "conversations that begin with TOKENS, ITEMS system prompts, slow turns"),
+    "agents": Kind(agents, Shape(6, 6_000, 40), "sessions of quick calls, which share ITEMS instructions of TOKENS"),
     "shifting": Kind(
-        shifting, Shape(4, 4_000, 600), "ITEMS documents of TOKENS, a few of them popular, others every five minutes"
+        shifting,
+        Shape(4, 4_000, 600),
+        "ITEMS documents of TOKENS, others popular every five minutes",
     ),
-    "batch": Kind(
-        batch, Shape(6, 5_000, 4), "half chat, half jobs: new documents of TOKENS behind one of ITEMS instructions"
-    ),
+    "batch": Kind(batch, Shape(6, 5_000, 4), "half chat, half jobs: new documents of TOKENS behind ITEMS instructions"),
 }
 
 

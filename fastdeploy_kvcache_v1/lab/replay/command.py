@@ -13,6 +13,7 @@ from ...config import KVCacheConfig, WritePolicy
 from ...contract.flags import BLOCK_SIZE, WRITE_POLICY, WRITE_THROUGH_THRESHOLD, add_flags
 from ...errors import ConfigError
 from ...scheduler.policies.eviction import EVICTION_POLICY
+from . import curve
 from .compare import Capacity, Comparison, comparison_table, policies
 from .driver import ReplayOptions
 from .report import SHOWN_OPTIONS, play, table
@@ -50,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = "at every size of --device-blocks and --host-blocks (several, by commas)"
     switch("--compare", f"play every policy, {several}")
     parser.add_argument("--policies", metavar="NAMES", help="compare only these write and eviction policies")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="with --compare: draw hit rate over size as SVG into this file"
+    )
     switch("--json", "print the result as JSON")
 
 
@@ -79,13 +83,24 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args)
     requests = read_trace(args.trace, args.limit, tokens_per_id=args.tokens_per_id)
     if args.compare:
-        comparison = Comparison(requests, options, *policies(args.policies))
+        played = policies(args.policies)
         capacities = [Capacity(device, host) for device in args.device_blocks for host in args.host_blocks]
-        result, shown = comparison.run(capacities), comparison_table
+        if args.picture is not None:
+            curve.check(len(played[0]) * len(played[1]), len(capacities))
+        result, shown = Comparison(requests, options, *played).run(capacities), comparison_table
+        if args.picture is not None:
+            _write(args.picture, curve.drawn(result))
     else:
         result, shown = play(options, tqdm(requests, unit="request", disable=None, leave=False)), table
     print(json.dumps(result, indent=2) if args.json else shown(result))
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -103,5 +118,7 @@ def _refuse(args: argparse.Namespace) -> None:
     for flag, sizes in (("--device-blocks", args.device_blocks), ("--host-blocks", args.host_blocks)):
         if len(sizes) > 1:
             raise ConfigError(f"{flag} takes several numbers with --compare only, got {','.join(map(str, sizes))}")
+    if args.picture is not None:
+        raise ConfigError("--picture needs --compare and several sizes")
     if args.policies is not None:
         raise ConfigError("--policies needs --compare: otherwise use --write-policy and --eviction-policy")

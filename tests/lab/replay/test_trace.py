@@ -266,7 +266,7 @@ def test_ids_of_the_real_trace_name_whole_prefixes(real_trace):
     assert follow_one_prefix_each(requests)
 
 
-# ---- the sample trace that the tour's commands use
+# ---- the sample trace of benchmarks
 
 
 ROOT = Path(__file__).parents[3]
