@@ -15,7 +15,7 @@ from programs import PROGRAMS, Program, age, other_marks
 from rows import Table, tables_of
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- written by ./scripts/bench -->", "<!-- end of written by ./scripts/bench -->"
+BEGIN, END = "<!-- results: written by ./scripts/bench -->", "<!-- end of results -->"
 AS_OF = re.compile(r"^Ages as of commit ([0-9a-f]+)\.$", re.MULTILINE)
 AGES = re.compile(r"(older than the code|unknown commit)(; )?")
 

@@ -13,7 +13,6 @@ NOT_YET = {
     "CONTRIBUTING.md",
     "README.md",
     "SECURITY.md",
-    "docs/benchmarks.md",
     "docs/develop/api-stability.md",
     "docs/develop/architecture.md",
     "docs/develop/copies.md",
