@@ -445,7 +445,7 @@ def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: installed.select(group=group))
     assert findings("activation")["activation"].ok is True
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: EntryPoints())
-    line = "FD_PLUGINS names kvcache_v1, but its entry point is not installed: reinstall"
+    line = "got FD_PLUGINS=kvcache_v1 without its entry point: reinstall"
     assert findings("activation")["activation"][::2] == (False, line)
     monkeypatch.delenv("FD_PLUGINS")
     monkeypatch.setattr(fastdeploy_checks.site, "ENABLE_USER_SITE", True)

@@ -96,7 +96,7 @@ def test_a_fastdeploy_with_its_own_manager_is_left_alone(tmp_path):
     done = python(tmp_path, "\nimport fastdeploy; print('imported')", "1")
     assert done.stdout.strip() == "imported"
     (line,) = done.stderr.splitlines()
-    assert "fastdeploy-kvcache-v1 does nothing here: its flags, stores, " in line
+    assert "fastdeploy-kvcache-v1 does nothing: its flags, stores, " in line
 
 
 def test_other_processes_do_not_mind(tmp_path):

@@ -12,11 +12,8 @@ from typing import Annotated, Any
 
 from ..contract.messages import CacheAccess
 from ..errors import ConfigError
+from . import Args, Kwargs, Wrapped
 from .transport import take_off
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 SALT, NO_READS, NO_WRITES = "cache_salt", "skip_reading_prefix_cache", "skip_writing_prefix_cache"
 NEITHER = "disable_prefix_caching"

@@ -93,22 +93,19 @@ def body_findings(checked: Overlay, fastdeploy: release.FastDeployTree) -> Itera
 
 
 def activation(args: argparse.Namespace) -> Iterator[Finding]:
-    yield Finding(*_activation())
-
-
-def _activation() -> tuple[bool, str, str]:
     places = site.getsitepackages()  # Python reads .pth files only there
     if site.ENABLE_USER_SITE:
         places.append(site.getusersitepackages())
     installed = [place for place in places if (Path(place) / BOOTSTRAP).is_file()]
     switch = "on" if is_enabled() else "off"
+    is_ok, found = True, f"FD_PLUGINS={PLUGIN}; {SWITCH} is {switch}"
     if installed:
-        return True, "activation", f"{BOOTSTRAP} in {installed[0]}; {SWITCH} is {switch}"
-    if PLUGIN in os.environ.get("FD_PLUGINS", "").split(","):
-        if PLUGIN not in importlib.metadata.entry_points(group=PLUGIN_GROUP).names:
-            return False, "activation", f"FD_PLUGINS names {PLUGIN}, but its entry point is not installed: reinstall"
-        return True, "activation", f"FD_PLUGINS={PLUGIN}; {SWITCH} is {switch}"
-    return False, "activation", f"{BOOTSTRAP} is not in site-packages: reinstall, or set FD_PLUGINS={PLUGIN}"
+        found = f"{BOOTSTRAP} in {installed[0]}; {SWITCH} is {switch}"
+    elif PLUGIN not in os.environ.get("FD_PLUGINS", "").split(","):
+        is_ok, found = False, f"got no {BOOTSTRAP} in site-packages: reinstall, or set FD_PLUGINS={PLUGIN}"
+    elif PLUGIN not in importlib.metadata.entry_points(group=PLUGIN_GROUP).names:
+        is_ok, found = False, f"got FD_PLUGINS={PLUGIN} without its entry point: reinstall"
+    yield Finding(is_ok, "activation", found)
 
 
 def paddle(args: argparse.Namespace) -> Iterator[Finding]:

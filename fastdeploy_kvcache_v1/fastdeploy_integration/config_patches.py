@@ -15,16 +15,13 @@ from ..contract.flags import SWAP_SPACE, WRITE_POLICY, add_flags
 from ..storage.attention_store.sdk import require_installed, require_layout
 from ..storage.settings import takes_host_blocks
 from ..switch import SWITCH
+from . import Args, Kwargs, Wrapped
 from .backends import MLA
 from .refusals import require_served
 from .settings import ADDED_FLAGS, storage_settings
 from .swap_space import host_layout, size_host_tier
 
 logger = logging.getLogger(__name__)
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What `doctor` asks about the lab: can its commands run, and its CPU worker serve FastDeploy?"""
+"""Checks of `doctor` about the lab: packages of its commands, and the patch table of its CPU worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..contract.installation import MODULES, Finding
 from ..errors import OverlayError
 
 COMMANDS = {"": "replay and traffic", "embedded": "serve and router", "demo": "demo"}
-"""Of the lab, by the extra that they need."""
+"""Commands of the lab by the extra that they need."""
 
 
 def packages(args: argparse.Namespace) -> Iterator[Finding]:
-    """Only a package that all need is a failure: who replays a trace needs no server."""
+    """Only a package that all commands need is a failure: `replay` needs no server."""
     for extra, commands in COMMANDS.items():
         names = [name for name in MODULES[extra] if name != "tomli" or sys.version_info < (3, 11)]
         lacking = [name for name in names if importlib.util.find_spec(name) is None]
@@ -25,7 +25,7 @@ def packages(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def cpu_worker(args: argparse.Namespace) -> Iterator[Finding]:
-    """The places that only `serve --fastdeploy-cpu` patches. A GPU server does without: they decide for a tree."""
+    """Patch points of `serve --fastdeploy-cpu`. They are failures with `--source` only: a GPU server needs none."""
     from ..fastdeploy_integration.checks import table_findings
     from ..fastdeploy_integration.overlay import release
     from ..fastdeploy_integration.overlay.overlay import Overlay

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .. import Args, Kwargs, Wrapped
 from ..engine.patches import control_with_request, own_cache
 from .patches import tell_decode
 from .pausing import end_requests
 from .prefill_adapter import PrefillAdapter
 from .role_caches import RoleCache
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 RECEIVES = "_insert_zmq_task_to_scheduler"
 """The function of FastDeploy whose local variable `request` has come from a client."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .. import Args, Kwargs, Wrapped
 from ..engine.adapter import PrefixCacheAdapter
 from ..engine.patches import EnginePrefixCache, own_cache
 from ..engine.prompt_inputs import inputs_of
@@ -26,9 +27,6 @@ from .transfer_name import drop_inputs, give_name
 
 logger = logging.getLogger(__name__)
 
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 ASK_AGAIN_S = 0.05
 FULL_S = 600.0

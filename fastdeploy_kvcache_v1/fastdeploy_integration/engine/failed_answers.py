@@ -11,11 +11,8 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from .. import Args, Kwargs, Wrapped
 from ..overlay import overlay
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 OK = 200
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from functools import partial
 from itertools import islice
 from multiprocessing.util import Finalize
@@ -22,7 +22,7 @@ from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
 from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from ...telemetry.trace_recorder import TraceRecorder
-from .. import settings, swap_space
+from .. import Args, Kwargs, Wrapped, settings, swap_space
 from ..copy_report import socket_path
 from ..overlay import overlay
 from .adapter import PrefixCacheAdapter
@@ -38,10 +38,6 @@ from .storage import EngineStorage
 from .storage_namespace import has_weights_of_directory, settings_digest, storage_namespace
 from .traced_requests import TracedRequests
 from .weight_updates import WeightUpdates, start_again
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 CUT = "_kvcache_v1_cut"
 """Of a request whose videos FastDeploy has cut: a `PromptInputs`, which no client can name."""

@@ -4,15 +4,11 @@ them against the requests that have them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from .. import Args, Kwargs, Wrapped
 from .adapter import PrefixCacheAdapter
 from .patches import get_prefix_cached_blocks_in_turn, own_cache, schedule
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def get_prefix_cached_blocks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:

@@ -8,12 +8,10 @@ capability is not 9.0, lets query i see keys 0 to i, as if there were no prefix.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from ...errors import ConfigError
-
-Wrapped = Callable[..., Any]
+from .. import Wrapped
 
 NUM_QUERIES, NUM_KEYS, HEAD_DIM = 2, 4, 64
 EXPECTED = [1.0, 1.5]

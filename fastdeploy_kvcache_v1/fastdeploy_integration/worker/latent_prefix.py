@@ -16,14 +16,10 @@ Only for the thread that runs the model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from ...errors import ConfigError
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+from .. import Args, Kwargs, Wrapped
 
 PREFIX = "_kvcache_v1_prefix"
 """Attribute of a `ForwardMeta`: the `PassPrefix` that its layers read, or None."""
@@ -97,8 +93,8 @@ class _Joined:
         heads, tokens = out.shape[1], out.shape[0]
         if list(lse.shape) != [heads, tokens]:
             raise RuntimeError(
-                f"the flash function returned a log-sum-exp of shape {list(lse.shape)}, not [{heads} heads, {tokens} "
-                "tokens]: this Paddle cannot serve MLA_ATTN with ENABLE_V1_KVCACHE_MANAGER=1"
+                f"got a log-sum-exp of shape {list(lse.shape)} from the flash function, expected [{heads} heads, "
+                f"{tokens} tokens]: install the Paddle of a supported FastDeploy, or unset ENABLE_V1_KVCACHE_MANAGER"
             )
         self.out, self.lse = out.cast("float32"), lse.cast("float32")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ...errors import ConfigError
 from ...worker.cuda import trial
 from ...worker.cuda.runtime import CudaRuntime, use_device
 from ...worker.runtime import Runtime
-from .. import settings
+from .. import Args, Kwargs, Wrapped, settings
 from ..backends import DSA, MLA, cache_backend
 from ..copy_report import socket_path
 from ..overlay import overlay
@@ -19,10 +18,6 @@ from .copy_reporter import CopyReporter
 from .latent_prefix import PREFIX
 from .storage import rank_storage
 from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 COUNTER = "_kvcache_v1_counter"
 """Attribute of a `ForwardMeta`: the `LayerDoneCounter` that this pass's attention waits for."""
@@ -157,7 +152,7 @@ def split_batch(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     halves = wrapped(*args, **kwargs)
     whole = _argument(args, kwargs, 0, "forward_meta", None)
     if getattr(whole, PREFIX, None) is not None:
-        raise RuntimeError("prompts of latent attention behind a cached prefix cannot be computed in half batches")
+        raise RuntimeError("MLA prompts behind a cached prefix cannot run in half batches: report this")
     counter = getattr(whole, COUNTER, None)
     for meta in halves if counter is not None else ():
         setattr(meta, COUNTER, counter)

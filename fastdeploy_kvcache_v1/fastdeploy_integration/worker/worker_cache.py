@@ -119,9 +119,14 @@ class WorkerCache:
         parts = [self._registered[each] for each in self._parts]
         layout, _, num_blocks = parts[0]
         if any(each.roles != layout.roles for each, _, _ in parts):
-            raise ConfigError("host tier and storage need a draft model whose layers are cached like the main model's")
+            raise ConfigError(
+                "the draft model's cache has another layout than the main model's: leave out --swap-space and storage, "
+                "or the draft model"
+            )
         if any(blocks < num_blocks for _, _, blocks in parts):
-            raise ConfigError("the draft model's cache has fewer blocks than the main model's")
+            raise ConfigError(
+                "the draft model's cache has fewer blocks than the main model's: set num_gpu_block_expand_ratio to 1"
+            )
         combined = CacheLayout(sum(each.num_layers for each, _, _ in parts), layout.roles)
         tensors = {name: tensor for _, part, _ in parts for name, tensor in part.items()}
         controller = self._controller_for(combined)

@@ -1,10 +1,8 @@
-"""FastDeploy's own server on a machine without a GPU: `fastdeploy-kvcache serve --fastdeploy-cpu`.
+"""FastDeploy's own server without a GPU: `fastdeploy-kvcache serve --fastdeploy-cpu`.
 
-The embedded engine's model computes behind FastDeploy's worker interface. Everything above it is FastDeploy itself: API
-server, scheduler, queues, prefix cache. `supervisor` starts and watches it, `launch` is the start of each of its
-processes, `hooks` lists what is changed in them, `worker`, `runner` and `batch_rows` are the worker.
-
-Here are the environment variables through which the processes of one server find each other.
+The embedded engine's model computes behind FastDeploy's worker interface; API server, scheduler and queues are
+FastDeploy's. `supervisor` starts and watches the server, `launch` starts each of its processes, `hooks` has their
+patches, and `worker`, `runner` and `batch_rows` are the worker.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from pathlib import Path
 from ...fastdeploy_integration.settings import RUN_DIRECTORY
 
 RANK_PIPES = "FASTDEPLOY_KVCACHE_CPU_RANKS"
-"""File descriptors of a rank's pipes to the others, which it inherits."""
+"""Variable with the inherited file descriptors of a rank's pipes to the others."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The command ends with each of them."""
+"""Signals that end the command."""
 
 
 def run_directory() -> Path:
-    """Raises `KeyError` in a process that is not part of such a server."""
+    """Raises `KeyError` in a process of no such server."""
     return Path(os.environ[RUN_DIRECTORY])

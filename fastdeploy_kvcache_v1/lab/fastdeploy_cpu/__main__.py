@@ -1,6 +1,6 @@
-"""`python -m fastdeploy_kvcache_v1.lab.fastdeploy_cpu FLAGS`: what `serve --fastdeploy-cpu` becomes.
+"""`python -m fastdeploy_kvcache_v1.lab.fastdeploy_cpu FLAGS`: the process of `serve --fastdeploy-cpu`.
 
-It starts the supervisor and holds its standard input open, which ends with this process, however it ends.
+It starts the supervisor, whose standard input ends with this process in any case.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The patch table of the CPU worker in this process."""
+"""Start of the CPU worker's patch table in this process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _active: Overlay | None = None
 
 
 def start() -> Overlay:
-    """Call it before anything of FastDeploy is imported. Raises `OverlayError` without a FastDeploy that we know."""
+    """Call it before FastDeploy is imported. Raises `OverlayError` without a supported FastDeploy."""
     global _active
     fastdeploy = installed_fastdeploy()
     if fastdeploy is None:
-        raise OverlayError("FastDeploy is not installed: `serve --fastdeploy-cpu` runs its server")
+        raise OverlayError("got no FastDeploy: install it, or name its checkout in PYTHONPATH")
     guard()
     _active = Overlay(table_for(fastdeploy.release), fastdeploy.root)
     _active.start()
@@ -26,15 +26,15 @@ def start() -> Overlay:
 
 
 def table_for(release: str) -> PatchTable:
-    """The CPU worker's table for `release`. Raises `OverlayError` when there is none."""
+    """Raises `OverlayError` for a release without a table."""
     known = known_releases(TABLE_NAME)
     if release not in known:
-        raise OverlayError(f"FastDeploy {release} is not known to the CPU worker: install one of {', '.join(known)}")
+        raise OverlayError(f"got FastDeploy {release}, the CPU worker expects one of {', '.join(known)}: install it")
     return load_table(table_directory() / TABLE_NAME.format(release=release))
 
 
 def require_complete(where: Where) -> None:
-    """Raises `OverlayError` unless everything that matters in this kind of process is patched."""
+    """See `Overlay.require_complete`."""
     if _active is None:
-        raise OverlayError("the CPU worker's patches were not started in this process")
+        raise OverlayError("the CPU worker's patches were not started in this process: report this")
     _active.require_complete(where)

@@ -1,16 +1,16 @@
-"""The batch rows of the worker: what each holds and computes next, and when it ends. Needs no FastDeploy, no paddle.
+"""The batch rows of the worker: their sequences, next computation and end. Needs no FastDeploy and no Paddle.
 
-A row runs through these states; `computed` and `target` count tokens of the sequence:
+States of a row; `computed` and `target` count tokens of the sequence:
 
     computed < target, blocks cover target     computed in the next step
     computed < target, too few blocks          waits for a decode task with a longer block table
     computed == target < number of tokens      a chunk is done: waits for the next prefill task
     closing                                    a stop sequence matched: the next step emits the end token
-    failed, computed < target                  takes the chunks that are left, computes none: the last one emits FAILED
+    failed, computed < target                  takes the remaining chunks without computing; the last emits FAILED
     released                                   preempted or aborted: the next step emits RELEASED once
 
-FastDeploy sends the chunks of a prompt without waiting for anything, and gives row and blocks away when it hears
-FAILED: that is said when nothing of the request is on its way to the worker any more.
+FastDeploy sends all chunks of a prompt at once and reuses row and blocks after FAILED, so that comes with the last
+chunk.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from ...errors import CacheStateError
 from ..model.sampler import SamplingParams
 
 NO_TOKEN = -1
-"""The row has nothing to say in this step."""
+"""No message of the row in this step."""
 
 FAILED = -3
-"""The request cannot be completed: FastDeploy ends it with an error message."""
+"""FastDeploy ends the request with an error message."""
 
 RELEASED = -9
-"""The row is free: FastDeploy re-schedules or ends the preempted or aborted request."""
+"""The row is free: FastDeploy reschedules the preempted request, or ends the aborted one."""
 
 
 @dataclass(frozen=True)
 class FinishRules:
-    """When a sequence ends, as FastDeploy's GPU kernels decide it."""
+    """Rules by which FastDeploy's GPU kernels end a sequence."""
 
     end_tokens: tuple[int, ...]
-    """At least one. The first stands for the end of a sequence that ends for another reason."""
+    """At least one. The first is emitted at the end for another reason."""
     max_tokens: int
-    """The token with this number is replaced by the end token."""
+    """The end token replaces the token with this number."""
     min_tokens: int = 0
-    """This many tokens come before an end token is sampled or a stop sequence counts."""
+    """Output tokens before end tokens may be sampled and stop sequences count."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
 class RunningSequence:
-    """One sequence on its row."""
+    """A sequence on its row."""
 
     request_id: str
     tokens: list[int]
     """Prompt and output so far."""
     prompt_length: int
     computed: int
-    """Tokens whose KV is in the cache."""
+    """Tokens with KV in the cache."""
     target: int
-    """Tokens whose KV shall be in the cache after the next step."""
+    """Tokens with KV in the cache after the next step."""
     block_table: list[int]
     rules: FinishRules
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """But for the tokens that are banned meanwhile."""
+    """Without the tokens that are banned for now."""
     closing: bool = False
     failed: bool = False
     num_retries: int = 0
@@ -70,12 +70,12 @@ class RunningSequence:
 
     @property
     def samples(self) -> bool:
-        """The next step computes the last known token: its successor is wanted."""
+        """The next step computes the last known token, so it samples."""
         return self.target == len(self.tokens)
 
     @property
     def ends(self) -> bool:
-        """The next step emits its last word, and computes nothing of it."""
+        """The next step emits its last message and computes nothing of it."""
         return self.closing or (self.failed and self.samples)
 
     @property
@@ -93,31 +93,31 @@ class RunningSequence:
 
 @dataclass
 class BatchRows:
-    """All rows. Not thread-safe: the worker's loop uses it."""
+    """Not thread-safe: for the worker's loop."""
 
     block_size: int
     sequences: dict[int, RunningSequence] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
 
     def start(self, row: int, sequence: RunningSequence) -> None:
-        """A prefill task: the next chunk of the sequence on `row`, or another sequence that takes the row over."""
+        """A prefill task: the next chunk of the sequence on `row`, or a new sequence."""
         if not 0 <= sequence.computed < sequence.target <= len(sequence.tokens):
             raise CacheStateError(
-                f"request {sequence.request_id} asks for tokens [{sequence.computed}, {sequence.target}) "
-                f"of {len(sequence.tokens)}"
+                f"got tokens [{sequence.computed}, {sequence.target}) of request {sequence.request_id}, "
+                f"expected a part of its {len(sequence.tokens)}: report this"
             )
         self.released.discard(row)
         before = self.sequences.get(row)
         if before is not None and before.request_id == sequence.request_id:
             sequence.failed = before.failed
             if not sequence.failed:
-                sequence.computed = min(sequence.computed, before.computed)  # the last one may be retried
+                sequence.computed = min(sequence.computed, before.computed)  # the last chunk may be retried
         self.sequences[row] = sequence
         # Another server may have sampled the token that a stop sequence ends with.
         sequence.closing = sequence.samples and sequence.may_end and sequence.matches_stop()
 
     def set_blocks(self, row: int, block_table: Sequence[int]) -> None:
-        """A decode task. Nothing happens when the sequence ended meanwhile: FastDeploy did not know yet."""
+        """A decode task. Ignored for a sequence that ended before FastDeploy knew."""
         if row in self.sequences:
             self.sequences[row].block_table = list(block_table)
 
@@ -127,7 +127,7 @@ class BatchRows:
         self.released.add(row)
 
     def drop_started(self) -> None:
-        """Forget the sequences that have a token: another server goes on with them."""
+        """Forget sequences with an output token, which another server continues."""
         for row in [row for row, sequence in self.sequences.items() if sequence.num_outputs]:
             del self.sequences[row]
 
@@ -142,15 +142,15 @@ class BatchRows:
 
     @property
     def has_work(self) -> bool:
-        """The next step has something to compute or to say."""
+        """The next step computes or emits something."""
         return bool(self.released) or any(
             sequence.ends or sequence.is_runnable(self.block_size) for sequence in self.sequences.values()
         )
 
     def end_step(self, num_rows: int, computed: dict[int, RunningSequence], sampled: dict[int, int]) -> list[int]:
-        """Close a step that computed the rows of `computed` and sampled `sampled`. Returns the message by row.
+        """End a step that computed the rows of `computed` and sampled `sampled`. Returns the message by row.
 
-        It has at least `num_rows` rows, more where a row beyond them was released.
+        It has `num_rows` rows, or more if a later row was released.
         """
         message = [NO_TOKEN] * max([num_rows, *(row + 1 for row in self.released)])
         for row in self.released:
@@ -167,7 +167,7 @@ class BatchRows:
         return message
 
     def fail(self, row: int) -> int:
-        """The sequence on `row` cannot go on. Returns what to say."""
+        """The sequence on `row` cannot continue. Returns the row's message."""
         self.sequences[row].failed = True
         if not self.sequences[row].samples:
             return NO_TOKEN

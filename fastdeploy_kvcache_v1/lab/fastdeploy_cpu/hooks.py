@@ -1,19 +1,16 @@
-"""Functions that the tables `patches/cpu-worker-*.toml` name: what differs without a GPU, and nothing else.
-
-Module globals of FastDeploy are replaced where it asks a global for something that a CPU does not have.
-"""
+"""Functions of the tables `patches/cpu-worker-*.toml`. Some replace module globals of FastDeploy that need a GPU."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
 from ...errors import ConfigError
+from ...fastdeploy_integration import Args, Kwargs, Wrapped
 from ...fastdeploy_integration.overlay.table import Where
 from ...switch import SWITCH
 from . import activation
@@ -31,14 +28,13 @@ _SIZE = re.compile(r"--tensor_parallel_size (\d+)")
 
 
 def cpu_worker_command(command: str) -> str:
-    """The shell command that starts our worker, or one for each rank, with the arguments of FastDeploy's command.
+    """The shell command that starts our worker or ranks with the arguments of FastDeploy's `command`.
 
-    `paddle.distributed.launch` cannot select a device here. Nobody reads the worker's output after its start, so it
-    goes to a file. Raises `ConfigError` for a command of unknown form.
+    Output goes to files, for FastDeploy does not read it. Raises `ConfigError` for a command of unknown form.
     """
     found = _WORKER_COMMAND.match(command)
     if found is None:
-        raise ConfigError(f"FastDeploy starts its worker in an unknown way: {command}: install a supported release")
+        raise ConfigError(f"got an unknown command for FastDeploy's worker: {command}: install a supported release")
     part = found.groupdict()
     size = _SIZE.search(part["arguments"])
     if size is None or size[1] == "1":
@@ -51,25 +47,25 @@ def cpu_worker_command(command: str) -> str:
     )
 
 
-def as_cuda(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps what switches features off on a platform that is not CUDA."""
-    platform = copy(wrapped.__globals__["current_platform"])  # itself but for one answer
+def as_cuda(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps functions that switch off features on other platforms than CUDA."""
+    platform = copy(wrapped.__globals__["current_platform"])
     platform.is_cuda = lambda: True
     wrapped.__globals__["current_platform"] = platform
     return wrapped(*args, **kwargs)
 
 
-def model_config(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wraps the reading of a model's configuration. A real model computes, and caches, in float32 whatever its weights
-    are of: here the engine and the worker count the same bytes of a block.
+def model_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps the reading of a model's configuration. Real models compute and cache in float32, whatever dtype their
+    weights have, and engine and worker must count the same bytes of a block.
     """
     wrapped(*args, **kwargs)
-    if not getattr(instance, "checksum_model", False):  # which every cache dtype suits
+    if not getattr(instance, "checksum_model", False):  # the random model supports every cache dtype
         instance.dtype = "float32"
 
 
-def make_get_worker(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces the choice of a worker class by platform."""
+def make_get_worker(original: Wrapped) -> Wrapped:
+    """Replaces the choice of a worker by platform."""
 
     def get_worker(fd_config: Any, local_rank: int, rank: int) -> Any:
         from .worker import CpuWorker
@@ -79,10 +75,8 @@ def make_get_worker(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_worker
 
 
-def start_worker_service(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Wraps the start of the worker process: ours, instead of FastDeploy's."""
+def start_worker_service(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the start of the worker process: start ours."""
 
     def start(command: str, **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(cpu_worker_command(command), **options)
@@ -96,8 +90,8 @@ def start_worker_service(
         names["subprocess"] = subprocess
 
 
-def read_tokens(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps the thread that reads the worker's tokens: gives it the ops it imports."""
+def read_tokens(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the thread that reads the worker's tokens: provide the ops that it imports."""
     from fastdeploy.model_executor.ops import gpu
 
     vars(gpu)["get_output"] = get_output
@@ -106,22 +100,22 @@ def read_tokens(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
     return wrapped(*args, **kwargs)
 
 
-def check_parameters(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps the API server's last look at a request. Raises FastDeploy's own error, which its client gets as 400."""
+def check_parameters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the API server's last check of a request. Raises FastDeploy's error for HTTP 400."""
 
     def check(data: Any) -> Any:
         name = unsupported(data)
         if name is not None:
             from fastdeploy.utils import ParameterError
 
-            raise ParameterError(name, f"the CPU worker has no {name}: leave it out")
+            raise ParameterError(name, f"{name} is not supported by the CPU worker: leave it out")
         return wrapped(data)
 
     return check(*args, **kwargs)
 
 
-def make_cache_shape(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces the question to an attention backend, which cannot be imported. Only printed without swap space."""
+def make_cache_shape(original: Wrapped) -> Wrapped:
+    """Replaces a call of an attention backend, which needs the GPU ops. FastDeploy only prints the result."""
 
     def _get_kv_cache_shape(self: Any, max_block_num: int) -> tuple[list[int], list[int]]:
         model = self.config.model_config
@@ -131,11 +125,9 @@ def make_cache_shape(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_kv_cache_shape
 
 
-def launch_cache_manager(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Wraps the start of FastDeploy's own cache service, whose transfer process needs a GPU."""
+def launch_cache_manager(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the start of FastDeploy's cache service, whose transfer process needs a GPU."""
     if instance.num_cpu_blocks:
-        raise ConfigError(f"swap space on a CPU needs {SWITCH}=1")
-    wrapped.__globals__["get_all_visible_devices"] = str  # none: an empty string
+        raise ConfigError(f"got --swap-space with {SWITCH}=0, which needs a GPU: set {SWITCH}=1 or leave it out")
+    wrapped.__globals__["get_all_visible_devices"] = str  # returns the empty string
     return wrapped(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Start of one process of the server: `python -m ...fastdeploy_cpu.launch api|worker ARGUMENTS`.
 
-FastDeploy runs both as scripts, where they are `__main__` and nothing could be changed in them before they run.
-`launch ranks SIZE LOG_DIRECTORY ARGUMENTS` starts `launch worker ARGUMENTS` for each rank.
+FastDeploy runs both as scripts, which cannot be patched before they run. `launch ranks SIZE LOG_DIRECTORY ARGUMENTS`
+starts `launch worker ARGUMENTS` for each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ API_SERVER = "fastdeploy.entrypoints.openai.api_server"
 
 
 def main() -> None:
-    die_with_parent_thread()  # the supervisor ends what is left; this is for the time until it looks
+    die_with_parent_thread()  # until the supervisor ends leftover processes
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     role, sys.argv = sys.argv[1], sys.argv[1:]
     if role == "ranks":

@@ -1,8 +1,7 @@
-"""Leaves nothing behind: ends every process below this one, and removes the files of a server.
+"""Clean up after a server: end every process below this one and remove its files.
 
-A process whose parent has ended becomes a child of ours, so all of them are below us. Files in /dev/shm are known by
-the server's ports in their names; those with random names only by Python's resource trackers, which run beside the
-processes that made them and outlive these for a moment.
+Orphans become children of this process. Files in /dev/shm have the server's ports in their names. Python's resource
+trackers, which outlive their processes for a moment, remove those with random names.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PR_SET_CHILD_SUBREAPER = 36
 def remove_files(
     run_directory: Path, port: int, queue_ports: Sequence[int], shared_memory: Path = SHARED_MEMORY
 ) -> None:
-    """What one server leaves in the file system. FastDeploy puts one of its ports into every name in /dev/shm."""
+    """Remove the files of one server. All its names in /dev/shm have one of its ports."""
     names = [f"{port}.socket", f"router_{port}.ipc", f"response_{port}_w*.pull"]
     for queue_port in queue_ports:
         names += [f"*.{queue_port}", f"fmq_ctrl_*_rank*_{queue_port}.ipc", f"fd_task_queue_{queue_port}.sock"]
@@ -38,15 +37,15 @@ def remove_files(
 
 
 def adopt_orphans() -> None:
-    """From now on, what loses its parent below this process becomes its child. On Linux, as FastDeploy."""
+    """Orphans below this process become its children (Linux only, as FastDeploy)."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_processes() -> int:
-    """Kill all below this process, and those they start meanwhile. Returns how many there were.
+    """Kill all processes below this one, new ones included. Returns their number.
 
-    Resource trackers of `multiprocessing` come last: with nobody left to work for they end by themselves, and before
-    that remove the shared memory and semaphores that were never given back, whatever their names.
+    Resource trackers come last: they end by themselves after removing the shared memory and semaphores that their
+    processes left.
     """
     count = _kill(trackers=False)
     deadline = time.monotonic() + TRACKER_TIMEOUT_S
@@ -57,7 +56,7 @@ def end_processes() -> int:
 
 def _kill(*, trackers: bool) -> int:
     count, deadline = 0, time.monotonic() + KILL_TIMEOUT_S
-    spared: set[psutil.Process] = set()  # a tracker that is about to end cannot be told from others any more
+    spared: set[psutil.Process] = set()  # an ending tracker no longer looks like one
     while time.monotonic() < deadline:
         living = living_processes()
         spared.update(() if trackers else filter(_is_tracker, living))
@@ -73,7 +72,7 @@ def _kill(*, trackers: bool) -> int:
 
 
 def living_processes() -> set[psutil.Process]:
-    """Below us: not gone, and not a zombie, which only its parent can end."""
+    """Processes below this one, without zombies, which only their parents can end."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -1,7 +1,7 @@
-"""The worker processes of a tensor-parallel group, in the place of `paddle.distributed.launch`.
+"""The worker processes of a tensor-parallel group, in place of `paddle.distributed.launch`.
 
-It starts one process for each rank with the variables by which Paddle's ranks find each other, over gloo, and ends
-when the first of them does: what is left of the group cannot serve, and FastDeploy looks at this process only.
+Each rank gets the variables by which Paddle's ranks find each other, over gloo. When one ends, all end: the others
+cannot serve, and FastDeploy watches this process only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ HOST = "127.0.0.1"
 
 
 def run_ranks(command: Sequence[str], size: int, log_directory: Path) -> int:
-    """Run `command` once for each rank, until one ends; the others are killed then. The first one's exit status, 1 if
-    it was 0 or a signal: no rank ends by itself. What they print goes to `workerlog.N`; they share standard error.
+    """Run `command` for each rank until one ends, then kill the others. Returns its exit status, 1 for 0 or a signal.
+
+    Output goes to `workerlog.N`; standard error is shared.
     """
     ports = free_ports(HOST, *[0] * (size + 1))
     processes: list[subprocess.Popen[bytes]] = []
@@ -42,12 +43,12 @@ def run_ranks(command: Sequence[str], size: int, log_directory: Path) -> int:
         for process in processes:
             process.kill()
             process.wait()
-    print(f"worker rank {rank} of {size} ended (status {status}): the others are ended, too", file=sys.stderr)
+    print(f"worker rank {rank} of {size} ended (status {status}): the other ranks were ended too", file=sys.stderr)
     return max(status, 1)
 
 
 def rank_variables(rank: int, ports: Sequence[int]) -> dict[str, str]:
-    """What Paddle reads. `ports` are one for each rank, and the one at which they meet."""
+    """Variables for Paddle. `ports`: one for each rank, then the meeting port."""
     *own, meeting = (f"{HOST}:{port}" for port in ports)
     return {
         "PADDLE_DISTRI_BACKEND": "gloo",

@@ -1,4 +1,4 @@
-"""What computes in the worker: the embedded engine's model over our controller's caches, driven by FastDeploy."""
+"""CpuModelRunner: the embedded engine's model over our caches, driven by FastDeploy."""
 
 from __future__ import annotations
 
@@ -33,32 +33,31 @@ from .token_channel import TokenSender
 logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
-"""Times a sequence is computed again because copies it depends on failed, before it is given up."""
+"""Times that a sequence is computed again after failed copies, before its request fails."""
 
 IDLE_SLEEP_S = 0.001
 
 
 def stats_file(rank: int) -> str:
-    """Where a rank writes what it copied."""
+    """File in the log directory with the totals of a rank's copies."""
     return f"cpu_worker{rank or ''}.json"
 
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """What the runner needs of FastDeploy's configuration."""
+    """Part of FastDeploy's configuration."""
 
     model_path: Path
     block_size: int
     num_host_blocks: int
     cache_dtype: str
     keep_host_memory: bool = False
-    """While caches are put away."""
+    """While the caches are dropped."""
 
 
 class CpuModelRunner:
-    """One rank. Not thread-safe: the worker's event loop uses it.
-
-    FastDeploy looks at `not_need_stop`, `is_sleeping` and `device_id`.
+    """One rank. Not thread-safe: for the worker's event loop. FastDeploy uses `not_need_stop`, `is_sleeping` and
+    `device_id`.
     """
 
     device_id = 0
@@ -75,9 +74,7 @@ class CpuModelRunner:
         ranks: Ranks = ONE_RANK,
         transfers: RankRole | None = None,
     ) -> None:
-        """`sender` of the rank that tells FastDeploy the tokens, which are the same on all `ranks`. `transfers` of a
-        server with a role.
-        """
+        """`sender`: of the one rank that sends tokens to FastDeploy. `transfers`: of a server with a role."""
         self._config = config
         self._ranks = ranks
         self._tell_weights_status = tell_weights_status
@@ -85,7 +82,7 @@ class CpuModelRunner:
         self._storage = storage
         self._transfers = transfers
         self._last_step = -1
-        """Of the batches whose copies were submitted."""
+        """Last step whose copies were submitted."""
         self._model = load_model_config(config.model_path)
         self._sender = sender
         self._stats_file = stats_directory / stats_file(ranks.rank)
@@ -110,7 +107,7 @@ class CpuModelRunner:
 
     @property
     def is_sleeping(self) -> bool:
-        """Weights or caches are put away: nothing can be computed."""
+        """Weights or caches are dropped."""
         return self._computing is None or self._steps is None
 
     @property
@@ -118,7 +115,7 @@ class CpuModelRunner:
         return self._controller.layout.block_bytes
 
     def load_weights(self) -> None:
-        """Read them (again): the directory may hold other ones by now."""
+        """Read the weights, which may have changed, from the directory."""
         layout = self._controller.layout
         self._computing = load_model(self._config.model_path, self._model, layout, self._ranks)
 
@@ -126,7 +123,7 @@ class CpuModelRunner:
         self._computing = None
 
     def create_caches(self, num_device_blocks: int | None = None) -> None:
-        """Both tiers, empty; the number of device blocks of the last time unless one is given."""
+        """Make both tiers, empty; by default with as many device blocks as before."""
         self._num_device_blocks = num_device_blocks or self._num_device_blocks
         caches = self._controller.initialize_kv_cache(self._num_device_blocks, self._config.num_host_blocks)
         self._steps = StepRunner(
@@ -140,11 +137,11 @@ class CpuModelRunner:
             try:
                 self._transfers.use(self._controller, shape)
             except ConfigError:
-                self.drop_caches()  # so that another wakeup can succeed
+                self.drop_caches()  # so that the next wakeup can succeed
                 raise
 
     def drop_caches(self) -> None:
-        """Give the caches back, and forget every sequence: their KV is gone."""
+        """Free the caches and forget every sequence."""
         self.clear_requests()
         if self._transfers is not None:
             self._transfers.let_go()
@@ -152,11 +149,11 @@ class CpuModelRunner:
         self._controller.free(keep_host_memory=self._config.keep_host_memory or is_in_use)
         self._steps = None
 
-    # FastDeploy's weight updates through shared memory. As in its GPU worker, the status is told before FastDeploy
-    # drops what is queued for this worker, and when weights go away before the caches are gone.
+    # FastDeploy's weight updates through shared memory. As in its GPU worker, the status is set before FastDeploy drops
+    # this worker's queue, and when weights are cleared before the caches are.
 
     def clear_requests(self) -> None:
-        """Forget every sequence. Tells no other process: FastDeploy's scheduler has to know."""
+        """Forget every sequence, without a message to FastDeploy's scheduler."""
         self._table.clear()
         self._pending = BatchRequest()
 
@@ -170,7 +167,7 @@ class CpuModelRunner:
         self._tell_weights_status(port, NORMAL)
 
     def restore(self, *, weights: bool, caches: bool) -> None:
-        """Undo `drop_weights` and `drop_caches`. What is there already stays."""
+        """Undo `drop_weights` and `drop_caches`, if they were dropped."""
         if weights and self._computing is None:
             self.load_weights()
         if caches and self._steps is None:
@@ -190,8 +187,8 @@ class CpuModelRunner:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def insert_tasks(self, tasks: Sequence[Any]) -> None:
-        """Take over what FastDeploy scheduled. Raises `CacheStateError` for a task that cannot be, and `TransferError`
-        when swap steps were lost on the way: either ends the worker, because its caches cannot be trusted any more.
+        """Take over a batch. Raises `CacheStateError` for an impossible task and `TransferError` after lost swap steps;
+        both end the worker, whose caches cannot be trusted any more.
         """
         steps = self._inbox.take(tasks)
         self._pending.swap_steps += steps
@@ -205,10 +202,8 @@ class CpuModelRunner:
                 self._spoil(started)
 
     def not_need_stop(self) -> bool:
-        """True when there is something to do (FastDeploy's name for it).
-
-        On all ranks or on none, although their copies end at different times: FastDeploy's ranks meet at a barrier
-        where there is nothing to do, and at another one where there is.
+        """True if there is work (FastDeploy's name), on all ranks or on none, although their copies end at different
+        times: FastDeploy's ranks meet at one barrier with work and at another without.
         """
         self._turn_transfers()
         copies_open = self._steps is not None and self._steps.has_open_copies
@@ -223,14 +218,14 @@ class CpuModelRunner:
             self._transfers.turn(self._last_step)
 
     def _tell(self, report: WorkerReport) -> None:
-        """Passes end before they return. A row that waits for blocks computes nothing until a batch brings them."""
+        """Report copies and passes. A row that waits for blocks is idle until a batch brings them."""
         if self._passes is not None:
             is_idle = not (self._table.has_work or self._pending)
             report = replace(report, passes=self._passes.news(is_idle=is_idle))
         self._tell_copies(report)
 
     def execute(self, num_rows: int) -> None:
-        """One step. Sends one message unless no row had anything to do."""
+        """One step. Sends one message, unless no row had work."""
         if self.is_sleeping:
             time.sleep(IDLE_SLEEP_S)
             return
@@ -253,7 +248,7 @@ class CpuModelRunner:
         if self._passes is not None:
             self._passes.submitted()
         prompts = [(each.computed, each.target) for each in runnable.values() if each.target - each.computed > 1]
-        # How long this rank waited for copies is known, not how long it waited for another one that waited for its own.
+        # This rank's waits for its own copies are known, but not its waits for another rank's copies.
         is_timed = self._ranks.size == 1 or not any(step.swap_in for step in batch.swap_steps)
         if prompts and is_timed and not (result.retry or result.errors):
             prefill = PrefillTime.of(prompts, seconds - result.report.exposed_wait_since_last_s)
@@ -285,7 +280,7 @@ class CpuModelRunner:
     def _tell_computed(self, request_ids: Sequence[str], result: StepResult) -> None:
         assert self._transfers is not None
         lost = {**result.errors, **result.retry}
-        for request_id, reason in lost.items():  # layers of it may have been told, and are computed again or never
+        for request_id, reason in lost.items():  # peers may know of its layers, which are computed again or never
             self._transfers.failed(request_id, reason)
         self._transfers.end_pass([each for each in request_ids if each not in lost])
 
@@ -301,12 +296,12 @@ class CpuModelRunner:
         )
 
     def _retry(self, sequence: RunningSequence, reason: str) -> bool:
-        """Compute the sequence again from the first block whose copy failed. Not what is before it: peers may read that
-        under leases, which end on this thread. False when it is given up.
+        """Compute the sequence again from the first block whose copy failed, for peers may read earlier blocks under
+        leases. False after too many retries.
         """
         sequence.num_retries += 1
         if sequence.num_retries > MAX_RETRIES:
-            logger.error("request %s is given up after %d retries: %s", sequence.request_id, MAX_RETRIES, reason)
+            logger.error("request %s fails after %d retries: %s", sequence.request_id, MAX_RETRIES, reason)
             return False
         lost = self._ranks.union(self._controller.transfers.failed_slots(sequence.block_table))
         first = next((index for index, slot in enumerate(sequence.block_table) if slot in lost), 0)
@@ -315,8 +310,9 @@ class CpuModelRunner:
         return True
 
     def _spoil(self, sequence: RunningSequence) -> None:
-        """The engine was told that these blocks are cached when it sent the batch, and others may have been given them:
-        they are as blocks whose copy failed until somebody computes them.
+        """Mark the sequence's blocks as failed copies until they are computed.
+
+        The engine counts them as cached since it sent the batch, and other requests may have them.
         """
         size = self._config.block_size
         slots = sequence.block_table[sequence.computed // size : sequence.target // size]  # whole ones are cached
@@ -325,7 +321,7 @@ class CpuModelRunner:
         self._controller.transfers.device_hazards.after(Actor.REMOTE, never_computed, writes=slots)
 
     def _write_stats(self) -> None:
-        """For tests that watch the server from outside. Replaced as a whole: never half written."""
+        """For tests that watch the server. Replaces the file atomically."""
         content = {"steps": self._num_steps, **asdict(self._controller.copies)}
         temporary = self._stats_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(content))

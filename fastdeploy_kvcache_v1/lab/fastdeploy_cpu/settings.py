@@ -1,4 +1,4 @@
-"""Flags of `serve --fastdeploy-cpu`: a few of our own, the others are FastDeploy's and pass through."""
+"""Flags of `serve --fastdeploy-cpu`: a few are handled here, the others pass through to FastDeploy."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ REFUSED = {
     "--guided-decoding-backend": "the CPU worker has no guided decoding",
     "--data-parallel-size": "the CPU worker has tensor-parallel ranks only",
 }
-"""Flags of FastDeploy that would be ignored or fail late, with the reason."""
+"""FastDeploy's flags that would be ignored or fail late, with the reason."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the supervisor runs. Ports are free, or the user's choice."""
+    """Of the supervisor. Ports are resolved: none is 0."""
 
     host: str
     port: int
@@ -39,10 +39,10 @@ class Settings:
     log_directory: Path
     start_timeout_s: float
     model: str | None
-    """None: the supervisor writes a random one."""
+    """None: the random model."""
     tensor_parallel_size: int
     passed_on: tuple[str, ...]
-    """Flags as FastDeploy gets them."""
+    """Flags for FastDeploy."""
     uses_our_manager: bool
 
     @property
@@ -51,10 +51,10 @@ class Settings:
 
 
 def parse(words: Sequence[str]) -> Settings:
-    """Raises `ConfigError` for what cannot work, before anything is started."""
+    """Raises `ConfigError` for a wrong or refused flag."""
     if importlib.util.find_spec("fastdeploy") is None:
         raise ConfigError(
-            "--fastdeploy-cpu runs FastDeploy's server, and FastDeploy is not installed here: install release "
+            "--fastdeploy-cpu runs FastDeploy's server, but FastDeploy is not installed here: install release "
             f"{' or '.join(known_releases(TABLE_NAME))}, or name its checkout in PYTHONPATH, and beside it pip install "
             "'fastdeploy-kvcache-v1[embedded]'"
         )
@@ -94,28 +94,28 @@ def _refuse(rest: Sequence[str]) -> None:
     for word in rest:
         flag = word.split("=", 1)[0].replace("_", "-")
         if flag in REFUSED:
-            raise ConfigError(f"{flag} cannot be used with --fastdeploy-cpu: {REFUSED[flag]}")
+            raise ConfigError(f"{flag} cannot be used with --fastdeploy-cpu: {REFUSED[flag]}: leave it out")
 
 
 def _uses_our_manager(rest: Sequence[str]) -> bool:
-    """On unless the environment says otherwise; FastDeploy's own manager cannot swap without a GPU."""
+    """True unless the environment says otherwise. Raises `ConfigError` for flags that then need a GPU."""
     is_on = is_enabled(unset="1")
     flags = {word.split("=", 1)[0].replace("_", "-") for word in rest}
     for flag, what in (("--swap-space", "swapping"), ("--splitwise-role", "transfer of blocks")):
         if not is_on and flag in flags:
-            raise ConfigError(f"{flag} needs {SWITCH}=1 on a CPU: FastDeploy's own {what} needs a GPU")
+            raise ConfigError(f"{flag} needs {SWITCH}=1 on a CPU, because FastDeploy's own {what} needs a GPU")
     return is_on
 
 
 def _log_directory(given: Path | None, port: int) -> Path:
     path = given or Path("log") / f"fastdeploy-cpu-{port}-{time.strftime('%Y%m%d-%H%M%S')}"
     if " " in str(path.resolve()):
-        raise ConfigError(f"FastDeploy cannot write logs to a path with spaces: {path.resolve()}: set --log-dir")
+        raise ConfigError(f"FastDeploy cannot write logs to {path.resolve()}, a path with spaces: set --log-dir")
     return path.resolve()
 
 
 def free_ports(host: str, *wanted: int) -> list[int]:
-    """These, and a different one for each 0; all of them are free now. Raises `ConfigError`."""
+    """The wanted ports, with a different free one for each 0. Raises `ConfigError` for a port in use."""
     with ExitStack() as stack:
         ports = []
         for port in wanted:

@@ -1,4 +1,4 @@
-"""Starts FastDeploy's API server with the CPU worker, watches it, and ends it: nothing of it outlives this process.
+"""Start FastDeploy's API server with the CPU worker, watch it, and end all its processes.
 
 `python -m ...fastdeploy_cpu.supervisor FLAGS` serves until its standard input ends.
 """
@@ -34,27 +34,27 @@ HEALTH_TIMEOUT_S = 5.0
 SETTLED_S = 1.0
 SETTLE_LIMIT_S = 20.0
 UNHEALTHY_S = 60.0
-"""The server is ended when every look at it for so long says that it is not healthy."""
+"""The server is ended after failing all health checks for this time."""
 GRACE_S = 10.0
-"""How long the server may take to end by itself before it is killed."""
+"""Time for the server to end by itself before it is killed."""
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_SETTING = range(3)
 PROMETHEUS = "prometheus"
 OUTPUT = "api_server.out"
 LOGS = ("launch_worker.log", "workerlog.0", OUTPUT)
-"""Files that may tell why the server ended: its exit status is 0 even then."""
+"""Files that may say why the server ended: its exit status is 0 even then."""
 LOG_TAIL = 15
 TRACKER = "resource_tracker"
-"""Of Python: of a rank that was killed it has two lines to say of each signal, last of all."""
+"""Part of Python's lines about a killed rank, which are left out."""
 
 
 class CommandEnded(Exception):
-    """The command was told to end, or is gone."""
+    """Standard input has ended."""
 
 
 def main() -> int:
     for number in SIGNALS:
-        signal.signal(number, lambda *_: None)  # they are the command's; not ignored, which children would inherit
+        signal.signal(number, lambda *_: None)  # for the command; SIG_IGN would be inherited by children
     try:
         with needed_by("serve --fastdeploy-cpu", "embedded"):
             return supervise(parse(sys.argv[1:]))
@@ -64,9 +64,9 @@ def main() -> int:
 
 
 def supervise(settings: Settings) -> int:
-    """Serve until standard input ends: 0. Returns 1 when the server does not come up, dies, or stops answering.
+    """Serve until standard input ends: returns 0. Returns 1 if the server does not start, dies, or stops answering.
 
-    Raises `ConfigError` when the server's directories cannot be made, or the model not be split.
+    Raises `ConfigError` if the model cannot be split among the ranks.
     """
     adopt_orphans()
     run_directory = Path(tempfile.mkdtemp(prefix="fd-cpu-"))
@@ -91,7 +91,7 @@ def _serve(settings: Settings, run_directory: Path) -> int:
 
     model = settings.model or str(write_random_directory(run_directory / "random-model"))
     if settings.tensor_parallel_size > 1:
-        load_model_config(Path(model)).shard(settings.tensor_parallel_size)  # the workers would say so after a minute
+        load_model_config(Path(model)).shard(settings.tensor_parallel_size)  # workers would fail after a minute
     (run_directory / PROMETHEUS).mkdir()
     with (settings.log_directory / OUTPUT).open("wb") as file:
         server = subprocess.Popen(
@@ -100,7 +100,7 @@ def _serve(settings: Settings, run_directory: Path) -> int:
             stdout=file,
             stderr=subprocess.STDOUT,
             env=_environment(settings, run_directory),
-            start_new_session=True,  # signals to its group do not reach us
+            start_new_session=True,  # its signals to its group must not reach this process
         )
     try:
         reason = _wait_ready(settings, server)
@@ -137,7 +137,7 @@ def _command(settings: Settings, model: str) -> list[str]:
 
 def _environment(settings: Settings, run_directory: Path) -> dict[str, str]:
     return {
-        # The zmq output path differs from production's, and the asynchronous engine starts its worker elsewhere.
+        # The zmq output path differs from production, and the asynchronous engine starts its worker elsewhere.
         "FD_USE_GET_SAVE_OUTPUT_V1": "0",
         "FD_ENABLE_ASYNC_LLM": "0",
         **os.environ,
@@ -150,7 +150,7 @@ def _environment(settings: Settings, run_directory: Path) -> dict[str, str]:
 
 
 def _wait_ready(settings: Settings, server: subprocess.Popen[bytes]) -> str | None:
-    """None once it answers, else why it never will."""
+    """Returns None once the server answers, or the reason why it will not."""
     deadline = time.monotonic() + settings.start_timeout_s
     while not _is_healthy(settings):
         if server.poll() is not None:
@@ -162,9 +162,9 @@ def _wait_ready(settings: Settings, server: subprocess.Popen[bytes]) -> str | No
 
 
 def wait_settled(count: Callable[[], int]) -> None:
-    """Until `count`, of the server's processes, stops changing, within bounds.
+    """Wait, within a limit, until `count` of the server's processes stops changing.
 
-    The first API process answers while the server is still forking the others.
+    The first API process answers while the server is still forking others.
     """
     deadline = time.monotonic() + SETTLE_LIMIT_S
     last, unchanged_since = count(), time.monotonic()
@@ -175,7 +175,7 @@ def wait_settled(count: Callable[[], int]) -> None:
 
 
 def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
-    """Returns why it has to be ended. Counts looks, not time: after a pause of the machine the server gets another."""
+    """Returns the reason why the server must be ended. It counts checks, not time, for the machine may pause."""
     last_look, sick_looks = time.monotonic(), 0
     while server.poll() is None:
         pause(POLL_S)
@@ -201,7 +201,7 @@ def _is_healthy(settings: Settings) -> bool:
 
 
 def _are_weights_cleared(settings: Settings) -> bool:
-    """By FastDeploy's legacy API, which calls that unhealthy. It lasts until the weights are back."""
+    """FastDeploy's legacy API cleared the weights, which counts as unhealthy until they are back."""
     try:
         status = (SHARED_MEMORY / f"model_weights_status.{settings.queue_port}").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Reading FastDeploy's tasks: duck-typed, so that it can be tested without FastDeploy."""
+"""Read FastDeploy's tasks, duck-typed so that tests need no FastDeploy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words_token_ids": ([],),
     "logits_processors_args": ({},),
 }
-"""What a request may ask for and this worker does not have, with the values that ask for nothing beside None."""
+"""Request fields that this worker does not support, with the values beside None that ask for nothing."""
 
 
 def unsupported(request: Any) -> str | None:
-    """The first field of FastDeploy's `request` that asks for what this worker does not have."""
+    """The first field of FastDeploy's `request` that this worker does not support."""
     for name, neutral in NEUTRAL.items():
         value = request.get(name)
-        if isinstance(value, dict):  # FastDeploy writes out every field of it
+        if isinstance(value, dict):  # FastDeploy adds its missing fields as None
             value = {key: each for key, each in value.items() if each is not None}
         if value is not None and value not in neutral:
             return name
@@ -35,9 +35,7 @@ def unsupported(request: Any) -> str | None:
 
 
 def apply_task(table: BatchRows, task: Any) -> RunningSequence | None:
-    """One task of FastDeploy's batch. Returns the sequence of a prefill task. Raises `CacheStateError` when it does not
-    fit.
-    """
+    """Apply one task of a batch. Returns the sequence of a prefill task. Raises `CacheStateError` for a wrong range."""
     row = int(task.idx)
     kind = TaskKind(task.task_type.value)
     if kind is TaskKind.PREFILL:
@@ -77,14 +75,13 @@ def _finish_rules(task: Any) -> FinishRules:
 def _stop_sequences(
     padded: Sequence[Sequence[int]] | None, lengths: Sequence[int] | None
 ) -> tuple[tuple[int, ...], ...]:
-    """FastDeploy pads stop sequences to one length and tells the real ones beside them."""
+    """`padded`: FastDeploy pads stop sequences to one length."""
     if not padded or not lengths:
         return ()
     return tuple(tuple(row[:length]) for row, length in zip(padded, lengths, strict=False) if length)
 
 
 def sampling_params(task: Any) -> SamplingParams:
-    """How the tokens of a prefill task's sequence are chosen."""
     temperature, top_p, seed = task.get("temperature"), task.get("top_p"), task.get("seed")
     return SamplingParams(
         temperature=1.0 if temperature is None else float(temperature),

@@ -3,7 +3,7 @@
     x[0]   1 running, -1 no row is left, -2 no message (receiver only)
     x[1]   number of rows
     x[2:]  the token of each row, see `batch_rows`
-All int64. The engine makes the socket, before it sends a task; a full one holds the worker back.
+All int64. The engine makes the socket before it sends a task. The worker blocks while it is full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALL_STOPPED = -1
 NO_MESSAGE = -2
 
 RECEIVE_TIMEOUT_S = 0.2
-"""How long a blocking read waits: FastDeploy asks again."""
+"""Limit of a blocking read, which FastDeploy repeats."""
 
 MAX_BYTES = 1 << 16
 
@@ -43,13 +43,13 @@ class TokenSender:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def send(self, rows: Sequence[int], *, running: bool) -> None:
-        """Blocks while the engine is behind. Raises `OSError` when it is gone."""
+        """Blocks while the socket is full. Raises `OSError` without an engine."""
         message = np.array([RUNNING if running else ALL_STOPPED, len(rows), *rows], dtype=np.int64)
         self._socket.sendto(message.tobytes(), self._path)
 
 
 class TokenReceiver:
-    """The engine's end. One thread reads."""
+    """The engine's end, for one thread."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -58,7 +58,7 @@ class TokenReceiver:
         self._socket.bind(str(path))
 
     def receive(self, *, wait: bool) -> NDArray[np.int64] | None:
-        """The next message, or None when there is none (within `RECEIVE_TIMEOUT_S`, with `wait`)."""
+        """The next message, or None if there is none (with `wait` within `RECEIVE_TIMEOUT_S`)."""
         self._socket.settimeout(RECEIVE_TIMEOUT_S if wait else 0.0)
         try:
             return np.frombuffer(self._socket.recv(MAX_BYTES), dtype=np.int64)
@@ -68,12 +68,11 @@ class TokenReceiver:
 
 @cache
 def _receiver(pid: int, rank: int) -> TokenReceiver:
-    """Of this process."""
     return TokenReceiver(channel_path(run_directory(), rank))
 
 
 def get_output(tensor: Any, rank: int, wait: bool) -> None:
-    """FastDeploy's op: fills `tensor`, int64 `[rows + 2, 1]`."""
+    """In place of FastDeploy's op: fill `tensor`, int64 `[rows + 2, 1]`."""
     message = _receiver(os.getpid(), rank).receive(wait=wait)
     values = np.full(tensor.shape, NO_MESSAGE, dtype=np.int64)
     if message is not None:
@@ -82,5 +81,5 @@ def get_output(tensor: Any, rank: int, wait: bool) -> None:
 
 
 def unsupported_output(*args: Any, **kwargs: Any) -> None:
-    """Stands for the ops of outputs that the CPU worker does not have."""
-    raise NotImplementedError("the CPU worker gives plain tokens only: no logprobs, no speculative decoding")
+    """In place of FastDeploy's ops for unsupported outputs."""
+    raise NotImplementedError("the CPU worker has no logprobs and no speculative decoding: leave them out")

@@ -1,4 +1,4 @@
-"""The worker class that FastDeploy's event loop drives. Imported only where FastDeploy is."""
+"""CpuWorker, driven by FastDeploy's event loop. Imports FastDeploy."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .token_channel import TokenSender, channel_path
 logger = logging.getLogger(__name__)
 
 PROFILE_SHARE = 0.1
-"""Of the free memory, what the device tier takes when its size is not given."""
+"""Share of the free memory for a device tier without a given size."""
 
 MAX_PROFILE_BYTES = 1 << 29
 
 RANKS_TIMEOUT_S = 300.0
-"""A rank that says nothing to the others for this time counts as lost, and its server ends."""
+"""Time without a message after which a rank counts as lost and the server ends."""
 
 
 class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
-    """One rank on the CPU. Control requests call methods by name."""
+    """One rank on the CPU. FastDeploy's control requests call methods by name."""
 
     def __init__(self, fd_config: Any, local_rank: int, rank: int) -> None:
         super().__init__(fd_config, local_rank, rank)
@@ -78,7 +78,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         self.model_runner.load_weights()
 
     def get_model(self) -> None:
-        """There is no paddle layer to give."""
+        """Returns None: there is no Paddle layer."""
 
     def determine_available_memory(self) -> int:
         """Bytes for the device tier."""
@@ -91,7 +91,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
 
     def initialize_cache(self, num_gpu_blocks: int) -> None:
         self.model_runner.create_caches(int(num_gpu_blocks))
-        # Kept: collecting the signal would unmap the memory under its value.
+        # Kept, because its collection would unmap the memory of its value.
         ranks = self.parallel_config
         self._cache_ready = _signal(
             "cache_ready_signal", ranks.local_engine_worker_queue_port, int(ranks.tensor_parallel_size)
@@ -114,14 +114,14 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         self.model_runner.execute(int(num_running_request or 0))
 
     def sleep(self, tags: str) -> None:
-        """Control request: put `weight`, `kv_cache` or both away."""
+        """Control request: drop `weight`, `kv_cache` or both."""
         if "weight" in tags.split(","):
             self.model_runner.drop_weights()
         if "kv_cache" in tags.split(","):
             self.model_runner.drop_caches()
 
     def wakeup(self, tags: str) -> None:
-        """Control request: the reverse of `sleep`. Weights are read again from the model's directory."""
+        """Control request: undo `sleep`, reading weights from the model's directory."""
         self.model_runner.restore(weights="weight" in tags.split(","), caches="kv_cache" in tags.split(","))
 
     def update_weights(self, version: str | None = None, verify_checksum: bool = False) -> None:
@@ -130,7 +130,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
 
 
 def _signal(name: str, port: int, size: int = 1) -> Any:
-    """Of the engine with that queue port; `size` numbers."""
+    """The engine's signal `name` of `size` numbers; `port`: of its worker queue."""
     return IPCSignal(name=name, array=np.zeros([size], dtype=np.int32), dtype=np.int32, suffix=port, create=False)
 
 

@@ -163,7 +163,7 @@ def test_the_page_about_ports_says_where_to_look_for_each_capability():
         (table_for, f"FastDeploy 1\\.0 is not supported .*{', '.join(known_releases())}.*unset"),
         (
             activation.table_for,
-            f"1\\.0 is not known to the CPU worker: install one of {', '.join(known_releases(activation.TABLE_NAME))}",
+            f"got FastDeploy 1\\.0, the CPU worker expects one of {', '.join(known_releases(activation.TABLE_NAME))}",
         ),
     ],
 )

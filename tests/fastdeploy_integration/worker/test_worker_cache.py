@@ -114,7 +114,7 @@ def test_a_step_waits_at_once_for_the_swap_ins_of_skipped_ones(make_cache):
 
 
 @pytest.mark.parametrize(
-    ("draft", "reason"), [({"heads": 2}, "layers are cached like"), ({"blocks": 5}, "fewer blocks")]
+    ("draft", "reason"), [({"heads": 2}, "another layout than the main model"), ({"blocks": 5}, "fewer blocks")]
 )
 def test_a_draft_model_that_does_not_fit_is_refused(make_cache, draft, reason):
     cache = make_cache(parts=(MAIN, DRAFT))

@@ -103,7 +103,7 @@ def test_a_released_row_says_so_once_even_beyond_the_batch(table):
 
 @pytest.mark.parametrize(("computed", "target"), [(2, 2), (0, 4), (-1, 2)])
 def test_a_task_that_asks_for_no_or_unknown_tokens_is_a_bug(table, computed, target):
-    with pytest.raises(CacheStateError, match="request r asks for tokens"):
+    with pytest.raises(CacheStateError, match="of request r, expected a part of its"):
         table.start(0, sequence([1, 2, 3], computed=computed, target=target))
 
 

@@ -51,7 +51,7 @@ def test_the_workers_command_keeps_its_arguments(devices, size, launched, output
 
 
 def test_an_unknown_command_is_an_error():
-    with pytest.raises(ConfigError, match="unknown way"):
+    with pytest.raises(ConfigError, match="got an unknown command"):
         hooks.cpu_worker_command("python worker.py")
 
 
@@ -431,7 +431,7 @@ def test_the_end_of_one_rank_is_that_of_all(tmp_path, capfd, own_children, statu
     """None ends by itself, so 0 is no success."""
     assert run_ranks([sys.executable, "-c", ENDS_FIRST.format(status=status)], 3, tmp_path) == told
     assert own_children() == []
-    assert capfd.readouterr().err == f"worker rank 1 of 3 ended (status {status}): the others are ended, too\n"
+    assert capfd.readouterr().err == f"worker rank 1 of 3 ended (status {status}): the other ranks were ended too\n"
 
 
 @pytest.mark.process
