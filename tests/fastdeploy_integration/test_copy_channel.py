@@ -252,7 +252,7 @@ def test_what_is_no_report_is_counted_said_once_and_never_unpickled(path, channe
         channel.worker().tell(copied(0))
         wait_for(lambda: blocks_by_rank(reports) == {0: 1}, "a report behind the junk")
         assert reports.num_unreadable == len(junk)
-    assert len([each for each in caplog.messages if each.startswith("a report of copies cannot be read")]) == 1
+    assert len([each for each in caplog.messages if each.startswith("ignored an unreadable report of copies")]) == 1
 
 
 # ---- the directory

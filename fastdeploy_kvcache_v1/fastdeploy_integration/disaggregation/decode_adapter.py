@@ -66,7 +66,7 @@ class DecodeAdapter(PrefixCacheAdapter):
         name = name_of(request)
         if name is None:
             logger.error(
-                "request %s has no transfer name: the prefill server runs without this package", request.request_id
+                "request %s has no transfer name: its prefill server must run this package too", request.request_id
             )
             return False
         with self._lock:
@@ -82,7 +82,7 @@ class DecodeAdapter(PrefixCacheAdapter):
         try:
             is_done = allocate(request)
         except CacheStateError as error:
-            logger.warning("request %s has to be asked for again: %s", request.request_id, error)
+            logger.warning("request %s gets no blocks yet, prefill asks again: %s", request.request_id, error)
         finally:
             match, self._granting = self._granting, None
             if not is_done and match is not None:
@@ -131,7 +131,7 @@ class DecodeAdapter(PrefixCacheAdapter):
             num_found = self.manager.num_cached(req_id)
             admitted = self.manager.allocate(req_id, num_found * self._block_size)
             if isinstance(admitted, NoSpace):
-                raise CacheStateError(f"{req_id}: no room for {admitted.needed} blocks of the host tier")
+                raise CacheStateError(f"{req_id}: no device room for {admitted.needed} host blocks")
             shared = self.manager.block_table(req_id)
             copied_by = self._step_of_copies() if shared else NO_STEP
             self._prefixes[req_id] = GrantedPrefix(

@@ -82,7 +82,7 @@ class FirstTokens:
         for output in outputs:
             if self._cache.take_token(output):
                 continue
-            logger.warning("a first token of request %s is dropped: nothing waits for it", output.request_id)
+            logger.warning("the first token of request %s was dropped: no request waits for it", output.request_id)
             if output.error_code != OK and not self._cache.knew(output):
                 self._refuse(told_by_prefill(output))
         return True

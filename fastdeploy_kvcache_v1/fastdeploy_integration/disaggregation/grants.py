@@ -79,7 +79,7 @@ class Grant:
 class Grants:
     """Not thread-safe: the adapter's lock covers it. Any thread may read the numbers."""
 
-    num_stray_tokens: int = counter("First tokens for which no request waited", "stray_first_tokens")
+    num_stray_tokens: int = counter("First tokens without a waiting request", "stray_first_tokens")
 
     def __init__(
         self,

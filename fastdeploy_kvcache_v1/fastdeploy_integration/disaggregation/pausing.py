@@ -127,7 +127,7 @@ def end_requests(
 def _answer(engine: Any, output_class: Any) -> None:
     """Clients of requests that no server has taken up: their other half will not come."""
     unknown = [each for each in list(engine.scheduler.requests) if each not in engine.resource_manager.requests]
-    logger.warning("requests %s end: the server is paused", unknown)
+    logger.warning("requests %s end, because the server is paused", unknown)
     engine.scheduler.put_results(
         [
             output_class(request_id=each, finished=True, error_code=ABORTED, error_msg="Aborted: the server is paused")

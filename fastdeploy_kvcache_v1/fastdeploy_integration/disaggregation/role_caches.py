@@ -53,7 +53,7 @@ def place_of(config: Any) -> settings.RankPlace:
     try:
         model = model_digest(Path(config.model_config.model))
     except ModelError as error:
-        raise ConfigError(f"prefill and decode servers compare their models: {error}") from None
+        raise ConfigError(f"prefill and decode servers compare models, and this one failed: {error}") from None
     return settings.RankPlace(
         config.host_ip, tuple(int(port) for port in ports), f"{model} {config.model_config.quantization!r}"
     )
@@ -131,7 +131,7 @@ class RoleCache(EnginePrefixCache, ABC):
             try:
                 (log_directory() / INFO_FILE).write_bytes(msgspec.json.encode(role))
             except OSError as error:  # serving does not need it
-                logger.warning("%s cannot be written for doctor: %s", INFO_FILE, error)
+                logger.warning("%s cannot be written, so doctor cannot check this server: %s", INFO_FILE, error)
 
     @contextmanager
     def clearing(self, manager: Any) -> Iterator[None]:

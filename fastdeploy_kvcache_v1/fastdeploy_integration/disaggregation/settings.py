@@ -89,11 +89,11 @@ def _limits(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{LIMITS} is not JSON ({error}): give an object of {', '.join(sorted(known))}") from None
     if not isinstance(limits, dict) or not limits.keys() <= known:
-        raise ConfigError(f"{LIMITS} is {text}: give an object of {', '.join(sorted(known))}")
+        raise ConfigError(f"got {LIMITS}={text}: give an object of {', '.join(sorted(known))}")
     if bad := [
         name for name, value in limits.items() if not isinstance(value, bool if name == "digest" else (int, float))
     ]:
-        raise ConfigError(f"{LIMITS} is {text}: {', '.join(bad)} must be a number of seconds, digest true or false")
+        raise ConfigError(f"got {LIMITS}={text}: {', '.join(bad)} must be a number of seconds, digest true or false")
     return limits
 
 
@@ -106,6 +106,6 @@ def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace:
     """In a worker. Raises `ConfigError` where no engine has exported it."""
     exported = environment.get(RANK)
     if not exported:
-        raise ConfigError(f"the engine has not told this worker of its role: {RANK} is not set")
+        raise ConfigError(f"got no {RANK}, expected this worker's role from the engine in it: report this")
     place = json.loads(exported)
     return RankPlace(place["host"], tuple(place["ports"]), place["model"])

@@ -135,7 +135,7 @@ class PrefixCacheAdapter:
                 self._kept.keep(tokens)
                 return self.storage.hold(task, tokens)
         except Exception:  # the edge to what clients send: the requests behind this one must not be lost
-            logger.exception("request %s does not wait for storage", task.request_id)
+            logger.exception("request %s starts without its stored prefix", task.request_id)
             return False
 
     def expect(self, line: Sequence[Any]) -> None:
@@ -185,7 +185,7 @@ class PrefixCacheAdapter:
                 self.uncached.count(task, "failed")
                 admitted = None
             if isinstance(admitted, NoSpace):
-                raise CacheStateError(f"{task.request_id}: no room for {admitted.needed} blocks of the host tier")
+                raise CacheStateError(f"{task.request_id}: no device room for {admitted.needed} host blocks")
             match, table = admitted or (MatchResult(task.request_id, (), self._block_size), [])
             task.num_cached_blocks = len(table)
             return table, match.num_tokens, match_metrics(match, table)

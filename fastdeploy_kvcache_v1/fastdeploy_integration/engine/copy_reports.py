@@ -66,12 +66,10 @@ class CopyReports:
     """
 
     num_lost: int = counter(
-        "Workers' reports of copies that did not arrive; the next one makes up for them", "copy_reports_lost"
+        "Lost reports of workers about copies; the next report makes up for them", "copy_reports_lost"
     )
     """Between others of the same worker: it had no room for them, or the engine was away."""
-    num_unreadable: int = counter(
-        "Messages on the socket for workers' reports that cannot be read", "copy_reports_unreadable"
-    )
+    num_unreadable: int = counter("Unreadable messages on the socket for workers' reports", "copy_reports_unreadable")
 
     def __init__(self, path: Path) -> None:
         """Makes the directory of `path`, which only this user can enter, and the socket in it.
@@ -106,7 +104,7 @@ class CopyReports:
             socket.bind(f"ipc://{self._path}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot make the socket {self._path}: {error}") from None
+            raise ConfigError(f"cannot make the socket {self._path}: {error}; set TMPDIR to another place") from None
         return socket
 
     def latest(self) -> tuple[CopyReport, ...]:
@@ -144,7 +142,7 @@ class CopyReports:
             report = CopyReport.loads(message)
         except (ValueError, RecursionError, MessageVersionError) as error:  # what arrives must not end the thread
             if not self.num_unreadable:
-                logger.warning("a report of copies cannot be read (others like it are only counted): %s", error)
+                logger.warning("ignored an unreadable report of copies (further ones are only counted): %s", error)
             self.num_unreadable += 1
             return
         if (before := self._latest.get(report.worker)) is not None:

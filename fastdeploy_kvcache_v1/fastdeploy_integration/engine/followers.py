@@ -33,7 +33,7 @@ class Followers:
             must_wait = self._cache.waits_for_prefill(request, others)
             must_wait = must_wait or (bool(self._passed_over) and not self._may_pass(manager, request))
         except Exception:  # the edge to what clients send: the match of this request will say what is wrong
-            logger.exception("request %s does not wait for what others compute", request.request_id)
+            logger.exception("request %s does not wait for a prefix that others compute", request.request_id)
             return False
         if must_wait:
             self._passed_over.append(request)

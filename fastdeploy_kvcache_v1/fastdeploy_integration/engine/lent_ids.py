@@ -24,7 +24,7 @@ class LentIds:
         """Raises `CacheStateError` when there are too few."""
         slots = self._manager.lend(count)
         if isinstance(slots, NoSpace):
-            raise CacheStateError(f"{request_id}: {slots.needed} device blocks wanted, {slots.available} available")
+            raise CacheStateError(f"request {request_id}: got {slots.available} device blocks, needs {slots.needed}")
         self._lent_to.update(dict.fromkeys(slots, request_id))
         return slots
 
@@ -33,7 +33,7 @@ class LentIds:
         mine = [slot for slot in dict.fromkeys(map(DeviceSlot, map(int, ids))) if self._is_lent(slot, request_id)]
         num_wrong = len(ids) - len(mine)
         if num_wrong:
-            logger.warning("request %s recycled %d ids that it does not hold", request_id, num_wrong)
+            logger.warning("request %s returned %d block ids that it lacks: ignored", request_id, num_wrong)
         self._manager.take_back(mine)
         self.end(mine)
         return num_wrong

@@ -138,7 +138,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         Finalize(None, recorder.close, exitpriority=0)
         self.traced = TracedRequests(recorder)
         self.publisher.add(recorder)
-        _logger().info("a trace of the requests is recorded in %s", recorder.path)
+        _logger().info("recording a trace of the requests in %s", recorder.path)
 
     def launch_cache_manager(
         self,
@@ -180,7 +180,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         try:
             self.reports = CopyReports(socket_path(int(queue_port)))
         except ConfigError as error:
-            _logger().warning("the results of the workers' copies are not shown: %s", error)
+            _logger().warning("metrics of copies stay 0: %s", error)
             return
         Finalize(None, self.reports.close, exitpriority=0)  # also at the end of a forked data parallel engine
         self.publisher.reports = self.reports
@@ -190,12 +190,12 @@ class EnginePrefixCache(PrefixCacheAdapter):
         from fastdeploy import envs
 
         if self.reports is None:
-            raise ConfigError("the storage tier needs the results of the workers' copies: see the warning before")
+            raise ConfigError("storage needs the workers' reports, whose socket failed: see the warning before")
         commands = [settings.storage_address(queue_port, rank) for rank in range(num_ranks)]
         try:
             link = make_link(chosen, commands, settings.storage_address(queue_port))
         except zmq.ZMQError as error:
-            raise ConfigError(f"the storage tier cannot make its sockets {commands}: {error}") from None
+            raise ConfigError(f"storage cannot make its sockets {commands}: {error}; set TMPDIR") from None
         passes = RankPasses(num_ranks) if chosen.uses_device_tier and not chosen.flush_only else None
         digest = settings_digest(self._config, envs.environment_variables)  # now: FastDeploy goes on writing into it
         storage = EngineStorage(
@@ -255,7 +255,7 @@ def _check_storage(chosen: StorageSettings) -> None:
     try:
         check_settings(chosen)
     except StorageError as error:
-        _logger().warning("the storage does not work now, the server starts without its blocks: %s", error)
+        _logger().warning("the store does not work yet, so the server starts without stored blocks: %s", error)
 
 
 def _logger() -> logging.Logger:

@@ -109,13 +109,13 @@ def _items(inputs: Mapping[str, Any]) -> Iterator[MultimodalItem]:
         return
     positions, grids, pixels = (inputs.get(name) for name in ("mm_positions", "grid_thw", "images"))
     if positions is None or grids is None or pixels is None:
-        raise ConfigError("images or videos came without mm_positions, grid_thw or images")
+        raise ConfigError("got images or videos without mm_positions, grid_thw or images")
     rows = _array(pixels, "iufb")
     shapes = [_shape(grid) for grid in grids]
     if len(shapes) != len(positions):  # FastDeploy has cut it before
         shapes = [part for shape in shapes for part in _parts(shape)]
     if len(shapes) != len(positions) or sum(map(prod, shapes)) != len(rows) or any(min(shape) < 1 for shape in shapes):
-        raise ConfigError(f"{len(positions)} images or videos, grids {shapes}, {len(rows)} rows of pixels")
+        raise ConfigError(f"{len(positions)} images or videos do not fit grids {shapes} and {len(rows)} pixel rows")
     first = 0
     for position, shape in zip(positions, shapes, strict=True):
         parts, offset = _parts(shape), int(position.offset)

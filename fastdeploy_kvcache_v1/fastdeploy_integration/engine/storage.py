@@ -91,7 +91,7 @@ class EngineStorage:
         deadline = time.monotonic() + WORKERS_TIMEOUT_S
         while not self._link.is_ready:
             if time.monotonic() > deadline:
-                raise StorageError("the workers' storage threads have not answered: see the logs of the workers")
+                raise StorageError("got no answer from the workers' storage threads: see log/workerlog.N")
             time.sleep(0.01)
         with self._lock:
             self._name()
@@ -121,7 +121,7 @@ class EngineStorage:
         except KVCacheError as error:
             self._log.error("the storage tier stays off: %s", error)
         except Exception:  # the edge of the thread: requests are served without storage
-            self._log.exception("the storage tier stays off: its blocks have no name")
+            self._log.exception("the storage tier stays off: the digest of the weights failed")
 
     # ---- requests
 

@@ -67,7 +67,7 @@ def settings_digest(config: Any, known_variables: Collection[str] = ()) -> str:
     variables = [each for each in variables if not each.startswith(OURS)]
     text = _text(config, left_out)
     if unread := sorted({*ADDRESS.findall(text)}):
-        logger.warning("no other process finds the stored blocks of this one: its settings hold %s", ", ".join(unread))
+        logger.warning("no other process finds stored blocks of this one, as its settings hold %s", ", ".join(unread))
     return hashlib.sha256(f"{text} {variables}".encode()).hexdigest()[:32]
 
 

@@ -84,7 +84,7 @@ class WeightUpdates:
         while True:
             with self._lock:
                 if epoch != self._epoch:
-                    logger.info("a batch from before a weight update is dropped")
+                    logger.info("a batch from before a weight update was dropped; its requests start again")
                     return None
                 if not is_occupied():
                     return put()
@@ -134,7 +134,7 @@ class WeightUpdates:
             try:
                 self.poll()
             except Exception:  # the edge of a thread: the waiting call times out, the next update may work
-                logger.exception("a weight update could not be answered")
+                logger.exception("a weight update was not answered: repeat it")
 
 
 def start_again(manager: Any) -> None:

@@ -112,7 +112,7 @@ def test_doctor_finds_all_ranks_in_one_file_in_their_order(engine, logs, monkeyp
     assert [rank.geometry for rank in info.ranks] == [here, there]
     monkeypatch.setenv(LOG_DIRECTORY, str(logs / "nowhere"))
     engine.tell(0, RankInfo(4, b"here", here))
-    assert "cannot be written for doctor" in caplog.text, "and serving goes on"
+    assert "cannot be written, so doctor cannot check this server" in caplog.text, "and serving goes on"
 
 
 @prefill

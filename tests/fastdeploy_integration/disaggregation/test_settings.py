@@ -59,5 +59,5 @@ def test_workers_learn_what_the_engine_knows():
     environment, place = {}, settings.RankPlace("10.0.0.1", (4, 5), "a model")
     settings.export(place, environment)
     assert settings.rank_place(environment) == place
-    with pytest.raises(ConfigError, match="has not told this worker of its role"):
+    with pytest.raises(ConfigError, match="expected this worker's role"):
         settings.rank_place({})

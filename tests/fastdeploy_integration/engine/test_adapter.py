@@ -55,7 +55,7 @@ def test_a_match_for_whose_host_blocks_there_is_no_room_is_left_for_later():
     server.serve([1] * 17, [2] * 25, [3] * 25)
     cache = server.cache
     ids = cache.allocate_gpu_blocks(6, "other")
-    with pytest.raises(CacheStateError, match="x: no room for 4 blocks of the host tier"):
+    with pytest.raises(CacheStateError, match="x: no device room for 4 host blocks"):
         cache.request_match_blocks(task, 4)
     cache.check()
     cache.recycle_gpu_blocks(ids, "other")
@@ -118,7 +118,7 @@ def test_how_many_blocks_can_be_asked_for():
     assert [cache.can_allocate_gpu_blocks(number) for number in (-2, 0, 8, 9)] == [True, True, True, False]
     assert cache.allocate_gpu_blocks(-2) == []
     assert [cache.get_required_block_num(number, 4) for number in (0, 5)] == [0, 2]
-    with pytest.raises(CacheStateError, match="9 device blocks wanted, 8 available"):
+    with pytest.raises(CacheStateError, match="got 8 device blocks, needs 9"):
         cache.allocate_gpu_blocks(9, "x")
 
 

@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplo
         manager = launched(**FLAGS_AT_REST)
     assert manager.reports is None
     (message,) = caplog.messages
-    assert message.startswith("the results of the workers' copies are not shown: ")
+    assert message.startswith("metrics of copies stay 0: ")
     schedule(manager)
 
 
@@ -198,8 +198,8 @@ def no_link(*_):
 @pytest.mark.parametrize(
     ("breaks", "reason"),
     [
-        (lambda m: socket_path(77).parent.touch(), "the storage tier needs the results of the workers' copies"),
-        (lambda m: m.setattr(engine_patches, "make_link", no_link), "the storage tier cannot make its sockets"),
+        (lambda m: socket_path(77).parent.touch(), "storage needs the workers' reports"),
+        (lambda m: m.setattr(engine_patches, "make_link", no_link), "storage cannot make its sockets"),
         (lambda m: m.setattr(Storage, "fails", True), "the storage backend attention_store cannot be used: no licence"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_store_that_does_not_work_now_is_left_for_later_and_one_that_cannot_is
     monkeypatch.setattr(engine_patches, "check_settings", check)
     assert stored(monkeypatch).storage is not None
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == ["the storage does not work now, the server starts without its blocks: no answer"]
+    assert warnings == ["the store does not work yet, so the server starts without stored blocks: no answer"]
     with pytest.raises(ConfigError, match="no such place"):
         stored(monkeypatch)
 
@@ -342,5 +342,5 @@ def test_a_trace_is_recorded_where_the_environment_says(fake_fastdeploy, monkeyp
         manager = launched()
     assert manager.traced is not None
     recorder, _ = manager.publisher._parts[-1]
-    assert f"a trace of the requests is recorded in {recorder.path}" in caplog.messages
+    assert f"recording a trace of the requests in {recorder.path}" in caplog.messages
     recorder.close()

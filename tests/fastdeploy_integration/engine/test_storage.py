@@ -68,7 +68,7 @@ def test_a_request_that_cannot_be_looked_at_goes_straight_to_the_queue(caplog):
     broken = FakeTask("a", TOKENS)
     broken.prompt_token_ids = None
     assert not Server(32, 40, backend="file").cache.waits_for_storage(broken)
-    assert "request a does not wait for storage" in caplog.messages
+    assert "request a starts without its stored prefix" in caplog.messages
 
 
 def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(monkeypatch):
@@ -391,7 +391,7 @@ def test_the_start_names_the_namespace_and_waits_for_every_rank():
     [
         (Link(Connected(0), Connected(1, error="licence expired")), namespace, StorageError, r"expired \(rank 1\)"),
         (Link(Connected(0)), namespace, StorageError, "not ready on all ranks within 0 s"),
-        (Link(is_ready=False), namespace, StorageError, "see the logs of the workers"),
+        (Link(is_ready=False), namespace, StorageError, "see log/workerlog"),
         (Link(), fails(ModelError("no weights")), ModelError, "no weights"),
     ],
     ids=["a rank cannot use it", "a rank does not answer", "no workers", "no name"],

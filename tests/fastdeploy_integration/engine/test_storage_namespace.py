@@ -86,7 +86,7 @@ def test_what_cannot_be_looked_into_is_found_by_no_other_process_which_is_said(c
         names.append(name(config))
     assert len(set(names)) == 3
     message, _ = caplog.messages
-    assert message.startswith("no other process finds the stored blocks")
+    assert message.startswith("no other process finds stored blocks")
     assert "<object object at 0x" in message
     assert "secret" not in message
 
