@@ -21,7 +21,6 @@ _IN_BACKENDS = {"num_kv_heads": "kv_num_heads"}
 
 
 def add_create_kv_cache(attention_backend: Any) -> None:
-    """Extend FastDeploy's base class of attention backends."""
     attention_backend.create_kv_cache = create_kv_cache
 
 

@@ -23,8 +23,6 @@ FOREIGN = ("xpu", "intel_hpu", "maca", "iluvatar", "gcu", "dcu")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Settings that decide whether an `FDConfig` can be served."""
-
     config: Any
     fastdeploy: PatchTable
     v1_scheduler: bool

@@ -22,11 +22,6 @@ _IN_CONFIGURATION = {"num_kv_heads": "num_key_value_heads"}
 """Names in FastDeploy's model configuration of fields of `CacheGeometry`."""
 
 
-def host_block_bytes(config: Any, attention_backend: str) -> int:
-    """Bytes of one host block on one rank. Raises as `host_layout`."""
-    return host_layout(config, attention_backend).block_bytes
-
-
 def host_layout(config: Any, attention_backend: str) -> CacheLayout:
     """Layout of one host block of one rank, draft layer included, for the model of an `FDConfig`.
 
@@ -101,7 +96,7 @@ def size_host_tier(config: Any, attention_backend: str) -> None:
     """
     cache = config.cache_config
     if cache.sized_by_swap_space:
-        cache.host_block_bytes = host_block_bytes(config, attention_backend)
+        cache.host_block_bytes = host_layout(config, attention_backend).block_bytes
         cache.num_cpu_blocks = num_host_blocks(cache.swap_space, cache.host_block_bytes, _num_ranks(config))
 
 
@@ -119,7 +114,6 @@ def require_host_memory(config: Any) -> None:
 
 
 def describe(gib: float, num_blocks: int, block_bytes: int, num_ranks: int) -> str:
-    """One line for the log."""
     total = num_blocks * block_bytes * num_ranks / GIB
     return (
         f"--swap-space {gib:g} GiB: {num_blocks} host blocks of {block_bytes} bytes on each of {num_ranks} "

@@ -41,8 +41,11 @@ class SwapOutbox:
     def __init__(self) -> None:
         self._encoder = SwapEncoder()
         self._carrier: Any = None
-        self._names_rows: Any = None
-        self._carries_copies = False
+        """First task of the last batch."""
+        self.is_loaded = False
+        """The last batch carries a message."""
+        self.carries_copies = False
+        """That message has copies, or is the first after a restart."""
         self._is_restarted = False
 
     def attach(
@@ -60,33 +63,20 @@ class SwapOutbox:
         attached to every batch; None for a worker that does not need them.
         """
         self.clear()
+        self._carrier = tasks[0]
         if running is not None:
-            self._names_rows = tasks[0]
-            setattr(tasks[0], ROWS_ATTRIBUTE, tuple(running))
-        if step or self._is_restarted or always:
-            self._carries_copies = bool(step) or self._is_restarted
+            setattr(self._carrier, ROWS_ATTRIBUTE, tuple(running))
+        self.carries_copies = bool(step) or self._is_restarted
+        self.is_loaded = self.carries_copies or always
+        if self.is_loaded:
             self._is_restarted = False
-            self._carrier = tasks[0]
             setattr(self._carrier, SWAP_ATTRIBUTE, self._encoder.encode(step))
-
-    @property
-    def is_loaded(self) -> bool:
-        """The last batch carries a message."""
-        return self._carrier is not None
-
-    @property
-    def carries_copies(self) -> bool:
-        """That message has copies, or is the first after a restart."""
-        return self.is_loaded and self._carries_copies
 
     def clear(self) -> None:
         """Take the message off the last batch, which was sent: FastDeploy reuses the object for the next chunk."""
         if self._carrier is not None:
-            vars(self._carrier).pop(SWAP_ATTRIBUTE, None)
-            self._carrier = None
-        if self._names_rows is not None:
-            vars(self._names_rows).pop(ROWS_ATTRIBUTE, None)
-            self._names_rows = None
+            take_off(self._carrier)
+        self._carrier, self.is_loaded, self.carries_copies = None, False, False
 
     def restart(self) -> None:
         self._encoder.restart()
@@ -111,7 +101,7 @@ def take_running(tasks: Iterable[Any]) -> Sequence[RunningRow] | None:
 
 
 def take_off(request: Any) -> None:
-    """Remove our attributes from a client's request: FastDeploy makes each key of `metadata` an attribute."""
+    """Remove our attributes from a task, or a client's request: FastDeploy makes each key of `metadata` one."""
     for name in (SWAP_ATTRIBUTE, ROWS_ATTRIBUTE):
         vars(request).pop(name, None)
 

@@ -54,7 +54,7 @@ def config_of(sizes, *, ranks=1, quant=None, swap=None, **given):
     ],
 )
 def test_bytes_of_a_block_on_one_rank(sizes, options, backend, expected):
-    assert swap_space.host_block_bytes(config_of(sizes, **options), backend) == expected
+    assert swap_space.host_layout(config_of(sizes, **options), backend).block_bytes == expected
 
 
 def test_swap_space_is_what_all_ranks_take_together():
@@ -95,7 +95,7 @@ def test_exactly_one_block_is_enough_and_one_byte_less_is_an_error():
 )
 def test_a_model_without_the_sizes_of_its_backend(sizes, backend, missing):
     with pytest.raises(ConfigError, match=f"the model's configuration lacks {missing}, which {backend} needs"):
-        swap_space.host_block_bytes(config_of(sizes), backend)
+        swap_space.host_layout(config_of(sizes), backend)
 
 
 @pytest.mark.parametrize(

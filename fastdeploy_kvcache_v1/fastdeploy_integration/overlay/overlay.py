@@ -35,8 +35,6 @@ UNKNOWN_BODIES = "FASTDEPLOY_KVCACHE_UNKNOWN_BODIES"
 
 
 class PointState(enum.Enum):
-    """State of one row in this process."""
-
     WAITING = "waiting for its module"
     DEFERRED = "its module is being imported"
     APPLIED = "applied"
@@ -77,7 +75,8 @@ class Overlay:
             if loaded is None:
                 wrapt.register_post_import_hook(self._module_imported, module)
             elif _is_half_imported(loaded):
-                self._set_states(module, PointState.DEFERRED)
+                rows = [row for row in self.table.rows if row.module == module]
+                self._states.update(dict.fromkeys(rows, PointState.DEFERRED))
             else:
                 self._module_imported(loaded)
 
@@ -148,11 +147,6 @@ class Overlay:
                     _apply(row, module)
                     self._states[row] = PointState.APPLIED
                     logger.debug("%s: %s", row.kind.value, row.target)
-
-    def _set_states(self, module: str, state: PointState) -> None:
-        for row in self.table.rows:
-            if row.module == module:
-                self._states[row] = state
 
 
 def _is_half_imported(module: ModuleType) -> bool:

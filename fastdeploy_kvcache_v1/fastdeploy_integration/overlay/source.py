@@ -18,8 +18,6 @@ VALUE = "value"
 
 @dataclass(frozen=True)
 class Definition:
-    """A qualified name in the source."""
-
     signature: str
     names: frozenset[str]
     """Attributes of a class body, or keys of a dictionary display."""

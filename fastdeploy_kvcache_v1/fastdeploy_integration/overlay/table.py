@@ -137,8 +137,6 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PatchTable(msgspec.Struct, frozen=True):
-    """All rows for one release, with the inherited ones."""
-
     release: str = ""
     commit: str = ""
     rows: tuple[PatchRow, ...] = ()
@@ -156,8 +154,6 @@ class _About(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """One file, without inherited rows."""
-
     fastdeploy: _About
     capabilities: Capabilities = Capabilities()
     not_in_names: dict[str, tuple[str, ...]] = {}

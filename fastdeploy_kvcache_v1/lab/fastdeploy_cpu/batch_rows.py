@@ -46,8 +46,6 @@ class FinishRules:
 
 @dataclass
 class RunningSequence:
-    """A sequence on its row."""
-
     request_id: str
     tokens: list[int]
     """Prompt and output so far."""

@@ -45,8 +45,6 @@ def stats_file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """Part of FastDeploy's configuration."""
-
     model_path: Path
     block_size: int
     num_host_blocks: int
