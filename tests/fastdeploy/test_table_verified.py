@@ -129,7 +129,7 @@ def test_without_the_variable_fastdeploy_is_untouched(release, tmp_path):
 def test_a_wrong_release_is_refused_at_import(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDEPLOY_KVCACHE_HOST_VERSION", "2.6.0")
     output = run_inside("2.5", tmp_path, "-c", activated("import fastdeploy"), expect=1)
-    assert output.startswith("fastdeploy-kvcache: error: FastDeploy at")
+    assert output.startswith("fastdeploy-kvcache: error: patch table does not fit: FastDeploy at")
     assert "unset ENABLE_V1_KVCACHE_MANAGER" in output
 
 
