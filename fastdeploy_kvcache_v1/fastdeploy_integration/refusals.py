@@ -33,7 +33,7 @@ class Facts:
     whole_prompts: bool
     """The scheduler does not cut prompts into chunks."""
     platform: str | None
-    """One of `FOREIGN`, or None."""
+    """A name of `FOREIGN`, or None."""
     pd_via_storage: bool
     environment: Mapping[str, str]
 

@@ -54,7 +54,7 @@ def _num_ranks(config: Any) -> int:
 
 
 def has_draft_layer(config: Any) -> bool:
-    """FastDeploy's draft models cache one layer, whatever number was trained."""
+    """FastDeploy's draft models cache one layer, even with more trained ones."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method == "mtp"
 

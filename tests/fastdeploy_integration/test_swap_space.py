@@ -121,7 +121,7 @@ def test_how_the_cache_is_quantized(worker, model, command_line, expected):
     # Four ranks take 4 GiB together, and 1 GiB is free.
     ("chips", "cache", "needs"),
     [
-        (8, {}, "on the 4 ranks of this machine needs 4.00 GiB but only 1.00"),
+        (8, {}, "on the 4 ranks of this machine needs 4.00 GiB, but 1.00"),
         (2, {}, "on the 2 ranks of this machine needs 2.00 GiB"),  # others have memory of their own
         (1, {}, None),
         (8, {"host_block_bytes": None}, None),  # nobody sized it

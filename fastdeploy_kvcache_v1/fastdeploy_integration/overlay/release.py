@@ -51,7 +51,7 @@ class FastDeployTree:
 
 
 def installed_fastdeploy() -> FastDeployTree | None:
-    """The FastDeploy that `import fastdeploy` would load; None when there is none."""
+    """The FastDeploy that `import fastdeploy` would load; None without one."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -61,7 +61,7 @@ def installed_fastdeploy() -> FastDeployTree | None:
 def fastdeploy_at(directory: Path, *, installed: bool = False) -> FastDeployTree:
     """The FastDeploy of a checkout or a package directory. `installed`: metadata of this environment describes it.
 
-    Raises `OverlayError` if there is none, or its version is unknown.
+    Raises `OverlayError` without a FastDeploy, or if its version is unknown.
     """
     root = directory if directory.name == PACKAGE and (directory / "envs.py").is_file() else directory / PACKAGE
     if not (root / "envs.py").is_file():

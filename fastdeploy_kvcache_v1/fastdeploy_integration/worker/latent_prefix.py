@@ -4,11 +4,11 @@ The supported releases compute a prompt with the keys of the pass alone: `MLAAtt
 vectors to the cache and calls a flash function with only these. The cached tokens of the prompt, from a prefix or from
 earlier chunks, are left out, and the output is wrong (docs/operate/fastdeploy.md).
 
-The mend calls the same flash function again with the cached tokens as keys, at most `piece` at a time: gathered from
-the layer's cache, projected up by its `kv_b_proj`, without a mask, since they precede all new tokens. The parts are
-joined by their log-sum-exp in float32, which equals the softmax over all keys (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", 2018). No body of FastDeploy is replaced. A pass without such a prompt runs as
-before. The price is one synchronisation per pass, and memory for one piece, which the profiling run includes.
+The mend calls the same flash function again with the cached tokens as keys, at most `piece` at a time. These are
+gathered from the layer's cache, projected up by its `kv_b_proj`, and not masked, since they precede all new tokens. The
+parts are joined by their log-sum-exp in float32, which equals the softmax over all keys (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018). A pass without such a prompt runs as before. The price is one
+synchronisation per pass, and memory for one piece, which the profiling run includes.
 
 Only for the thread that runs the model.
 """

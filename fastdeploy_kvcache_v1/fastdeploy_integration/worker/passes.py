@@ -21,8 +21,8 @@ IDLE_EVERY_S = 0.25
 class PassTracker:
     """Reports by time which passes have ended, because FastDeploy sends no message for a decode pass.
 
-    A slot is quiet when it was free at a time, no row writes to it after the rank took a certain step, and every
-    earlier pass has ended on the device. Never waits. Not thread-safe: the worker's event loop uses it.
+    A slot is quiet when it was free at a time, no row writes to it after a certain step, and every earlier pass has
+    ended on the device. Never waits. Not thread-safe: the worker's event loop uses it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

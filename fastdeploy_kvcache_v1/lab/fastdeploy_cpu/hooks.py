@@ -56,8 +56,8 @@ def as_cuda(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def model_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps the reading of a model's configuration. Real models compute and cache in float32, whatever dtype their
-    weights have, and engine and worker must count the same bytes of a block.
+    """Wraps the reading of a model's configuration. Real models compute and cache in float32, also with
+    weights of another dtype, and engine and worker must count the same bytes of a block.
     """
     wrapped(*args, **kwargs)
     if not getattr(instance, "checksum_model", False):  # the random model supports every cache dtype

@@ -200,8 +200,9 @@ class CpuModelRunner:
                 self._spoil(started)
 
     def not_need_stop(self) -> bool:
-        """True if there is work (FastDeploy's name), on all ranks or on none, although their copies end at different
-        times: FastDeploy's ranks meet at one barrier with work and at another without.
+        """True if there is work (FastDeploy's name), on all ranks or on none.
+
+        FastDeploy's ranks meet at one barrier with work and at another without, but copies end at different times.
         """
         self._turn_transfers()
         copies_open = self._steps is not None and self._steps.has_open_copies

@@ -58,7 +58,7 @@ class TokenReceiver:
         self._socket.bind(str(path))
 
     def receive(self, *, wait: bool) -> NDArray[np.int64] | None:
-        """The next message, or None if there is none (with `wait` within `RECEIVE_TIMEOUT_S`)."""
+        """The next message, or None without one (with `wait` within `RECEIVE_TIMEOUT_S`)."""
         self._socket.settimeout(RECEIVE_TIMEOUT_S if wait else 0.0)
         try:
             return np.frombuffer(self._socket.recv(MAX_BYTES), dtype=np.int64)

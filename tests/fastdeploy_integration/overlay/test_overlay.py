@@ -141,7 +141,7 @@ def test_target_replaced_by_another_plugin(tmp_path, package):
 
 
 @pytest.mark.parametrize("where", [Where.ENGINE, Where.WORKER])
-def test_a_failing_hook_reaches_the_importer_and_what_the_other_side_needs_does_not_matter(tmp_path, package, where):
+def test_failing_hook_reaches_the_importer_and_the_other_side_serves(tmp_path, package, where):
     broken = {"ours": "no_such_function", "signature": "(self)", "where": where.value}
     made = overlay(tmp_path, package, [fake_fastdeploy.row(package, "Engine.schedule", **broken)])
     made.start()

@@ -81,7 +81,7 @@ def test_a_table_inherits_every_row_and_capability_it_does_not_mention(write):
     assert table.capabilities == Capabilities(flash_block_wise_fp8=True)
 
 
-def test_a_row_with_an_inherited_target_takes_its_place_and_others_are_added(write):
+def test_row_with_an_inherited_target_replaces_it_and_others_are_added(write):
     write([SCHEDULE, HELPER], release="9.1")
     changed = {**SCHEDULE, "signature": "(self, budget)"}
     table = load_table(write([WAIT, changed], release="9.2", inherits="9.1"))
