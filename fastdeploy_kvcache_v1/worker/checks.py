@@ -20,8 +20,8 @@ PADDLE_LIBRARIES = {"libgomp.so.1": "libgomp1"}
 
 
 def system_libraries(args: argparse.Namespace) -> Iterator[Finding]:
-    lost = missing_libraries(PADDLE_LIBRARIES)
-    yield Finding(not lost, "system libraries", f"Paddle loads {lost}" if lost else "all that Paddle loads are there")
+    missing = missing_libraries(PADDLE_LIBRARIES)
+    yield Finding(not missing, "system libraries", f"Paddle loads {missing}" if missing else "Paddle's are installed")
 
 
 def copy_ops(args: argparse.Namespace) -> Iterator[Finding]:

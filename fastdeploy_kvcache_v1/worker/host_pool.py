@@ -13,7 +13,7 @@ class HostPool:
     """`num_blocks` host slots, laid out `[host_block][layer][role][bytes]`: `layout.block_bytes` each, and behind each
     block `trailer_bytes` that copies leave alone (a multiple of 64 keeps the alignment).
 
-    Raises `ConfigError` if memory is short. `num_blocks=0` allocates nothing. Whoever touches a slot asks the hazard
+    Raises `ConfigError` if memory is short. `num_blocks=0` allocates nothing. Users of a slot ask the hazard
     table.
     """
 
