@@ -1,4 +1,4 @@
-"""What an installation has and lacks: packages by extra, system libraries, and `Finding`, a line of doctor's report."""
+"""The installation: packages by extra, system libraries, and `Finding`, a line of doctor's report on them."""
 
 from __future__ import annotations
 

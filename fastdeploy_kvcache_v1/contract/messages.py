@@ -154,8 +154,8 @@ class LoadSlots(NamedTuple):
     slots: tuple[int, ...]
     """In the load's tier, for its first blocks in prompt order; fewer than its blocks if room is short."""
     after_step: int
-    """No byte may arrive before the worker has begun this swap step (-1: at once) and the copies and passes that use
-    these slots by then have ended: they may still read the old content.
+    """No byte may arrive before the worker has begun this swap step (-1: at once). Copies and passes that use these
+    slots by then must have ended: they may still read the old content.
     """
 
 
@@ -171,8 +171,8 @@ CopyKind = tuple[CacheLevel, CacheLevel]
 SWAP_OUT: CopyKind = (CacheLevel.DEVICE, CacheLevel.HOST)
 SWAP_IN: CopyKind = (CacheLevel.HOST, CacheLevel.DEVICE)
 COPY_ORDER: tuple[CopyKind, ...] = (SWAP_OUT, SWAP_IN)
-"""The order of copies in one step, which then computes: a swap-in may fill a device slot that a swap-out of the same
-step reads, and compute reads the slots that swap-ins fill.
+"""The order of copies in one step, which then computes. A swap-in may fill a device slot that a swap-out of the same
+step reads. Compute reads the slots that swap-ins fill.
 """
 
 

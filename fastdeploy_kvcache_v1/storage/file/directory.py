@@ -144,7 +144,7 @@ def _require_private(directory: Path) -> None:
     """Whoever owns it or can write to it can plant blocks that pass every check. Raises `ConfigError` and `OSError`."""
     status = directory.stat()
     if status.st_mode & stat.S_IWOTH:
-        raise ConfigError(f"everybody can write to the storage directory {directory}: chmod 700 it, or name another")
+        raise ConfigError(f"other users can write to the storage directory {directory}: chmod 700 it, or name another")
     if status.st_uid not in (ROOT, os.geteuid()):
         raise ConfigError(
             f"the storage directory {directory} belongs to user {status.st_uid}, and this process to user "

@@ -50,7 +50,7 @@ class Event(ABC):
 class Stream(ABC):
     """A FIFO of work. Submitted from one thread at a time.
 
-    Asynchronous streams (copy streams, and compute on a GPU) neither block nor raise for their work: a failure skips
+    Asynchronous streams (copy streams, and compute on a GPU) neither block nor raise for their work. A failure skips
     the rest of its unit and shows in the events that cover it. The inline compute stream of a CPU *is* the calling
     thread: it blocks in `wait_event` and raises.
     """

@@ -59,7 +59,7 @@ ME = os.geteuid()
     [
         ({"format": "fastdeploy-kvcache-v1 storage 0\n"}, 0o700, False, "another version"),
         ({"letter.txt": "Dear"}, 0o700, False, "holds other files"),
-        ({}, 0o777, False, "everybody can write"),
+        ({}, 0o777, False, "other users can write"),
         ({}, 0o700, True, f"belongs to user {ME}, and this process to user {ME + 1}: chown it"),
     ],
 )
