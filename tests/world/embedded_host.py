@@ -1,6 +1,6 @@
 """The embedded server's engine: the real core, scheduler and step runner, over a virtual device and a model in tags.
 
-`step`, the worker's turn and the arrival of its answer are turns of the world, so anything may happen between them.
+A step of the engine, the worker's pass and the arrival of its answer are events of the world, in any order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class EngineRank(Tensors):
-    """The worker: its only rank, which keeps nothing of a request but what its model computes."""
+    """The worker with its only rank."""
 
     def __init__(
         self, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
@@ -52,9 +52,9 @@ class EngineRank(Tensors):
             guess=self._guess if drafts else None,
         )  # fmt: skip
         self.marks_own = True
-        """What a request computes that writes nothing differs from what others find."""
+        """True: a request that does not write computes other tags, so that a hit on them is noticed."""
         self.generations: dict[str, Generation] = {}
-        """Of the batch, by request."""
+        """The requests of the batch, by name."""
         self._rows: dict[str, Any] = {}
         self._tasks: dict[int, StepTask] = {}
 
@@ -82,7 +82,7 @@ class EngineRank(Tensors):
         ]
 
     def _guess(self, slices: Any, chosen: Any, caches: Any, before_layer: Any) -> list[Any]:
-        """Two guesses of three are right."""
+        """Draft tokens, of which two of three are right."""
         guesses: list[int | None] = []
         for each, token in zip(slices, chosen, strict=True):
             row = self._rows[self._tasks[id(each.block_table)].request_id]
@@ -111,28 +111,28 @@ class EngineRank(Tensors):
 
 
 class Engine:
-    """One server's engine thread and worker: a batch goes there, and its answer comes back when the device has it."""
+    """The engine thread and the worker of one server."""
 
     def __init__(
         self, world: Any, manager: CacheManager, rank: EngineRank, *, seats: int, budget: int, pace: float = 1.0,
         **outside: Any,
     ) -> None:  # fmt: skip
-        """`pace`: how slowly it believes to compute, and so whether it loads."""
+        """`pace` scales its clock, so how slow computing seems, and whether loading pays."""
         self.world, self.manager, self.rank = world, manager, rank
         self.block_size = manager.config.block_size
         self._sent: list[tuple[BatchRequest, dict[str, Generation]]] = []
-        """With the requests that it names: their names may be those of others when it is taken."""
+        """Each batch with its requests: another request may have a name when the batch is taken."""
         self.core = EngineCore(
             manager, self._send, max_num_seqs=seats, max_num_batched_tokens=budget,
             clock=lambda: world.clock() * pace, **outside,
         )  # fmt: skip
         self.scheduler = self.core.scheduler
         self._answer: tuple[BatchRequest, StepResult, Event] | None = None
-        """It is one when the event has happened."""
+        """The answer arrives after the event."""
         self.peers: Any = None
-        """Between it and another engine: blocks that one of them reads."""
+        """`roles.Between`, which connects two engines."""
         self.news: list[tuple[int, TransferNews]] = []
-        """By rank, each in order."""
+        """(rank, news), in order per rank."""
         self.events = [(0.3, self.reset), (40, self.turn), (20, self.run_device)]
         self.parts = ("step", "take", "run_device", "answer", "report")
 
@@ -150,7 +150,7 @@ class Engine:
     # ---- events
 
     def turn(self, rng: random.Random) -> None:
-        """Some of what it does, in the order of a step, up to three times."""
+        """Some parts of a step, in order, up to three times."""
         for part in self.parts * rng.randrange(1, 4):
             if rng.random() < 0.6:
                 getattr(self, part)(rng)
@@ -159,7 +159,7 @@ class Engine:
         self.core.step()
 
     def take(self, rng: random.Random) -> None:
-        """The worker takes the batch and submits all of it."""
+        """The worker receives a batch and submits it."""
         if not self._sent or self._answer is not None:
             return
         batch, self.rank.generations = self._sent.pop()
@@ -182,7 +182,7 @@ class Engine:
             self.core.on_step_result(result)
 
     def report(self, rng: random.Random) -> None:
-        """An idle worker tells of its copies."""
+        """An idle worker reports its copies."""
         is_late = self.world.faults.draw("late report", rng)
         if self._answer is not None or not self.rank.runner.has_open_copies:
             return
@@ -211,7 +211,7 @@ class Engine:
 
 
 class EmbeddedHost:
-    """What clients and the world see of a server, and of those that help it."""
+    """A server as clients and the world see it, with the engines that help it."""
 
     pausing = ""
 
@@ -220,7 +220,7 @@ class EmbeddedHost:
         self.block_size = engine.block_size
         self.count: Counter[str] = Counter()
         self.live: dict[str, Request] = {}
-        """By the engine's name."""
+        """Requests by their name in the engine."""
 
     def name(self, request: Request) -> str:
         return request.request_id
@@ -239,7 +239,7 @@ class EmbeddedHost:
         for token in event.token_ids:
             self.world.clients.token(request.uid, token, (0, request.salt), self.world.tags)
         if event.usage is not None and event.usage.cached_tokens and not request.reads:
-            raise WrongError(f"{request.request_id} does not read the cache, and {event.usage} of it come from there")
+            raise WrongError(f"{request.request_id} does not read the cache, but its usage is {event.usage}")
         if event.finish_reason is not None:
             self._end(request, "finished")
 

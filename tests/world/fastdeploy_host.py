@@ -1,6 +1,6 @@
-"""FastDeploy's engine around its resource manager: it goes on after a batch that was lost in any of four places.
+"""FastDeploy's engine around its resource manager. A batch may be lost in four places, and the engine goes on.
 
-Nothing waits: `schedule`, the queue, the workers' passes, and the reader of their tokens are turns of the world.
+Nothing blocks: `schedule`, the queue, the workers' passes and the reader of their tokens are events of the world.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .ranks import RELEASED, Worker
 from .resource_manager import Task
 
 PAUSE_S = 5.0
-"""How long 2.5 waits for workers to confirm what it preempted: for ever where a batch that said so was lost."""
+"""A pause of 2.5 waits until workers confirm each preemption: for ever if the batch with it was lost."""
 
 LEAST_BLOCKS = 16
-"""With fewer the longest request does not fit."""
+"""The longest request needs so many."""
 
 LOSSES = ("lost in schedule", "lost before put", "lost in put", "lost after put")
 
@@ -35,7 +35,7 @@ class LostError(Exception):
 
 
 class Queue:
-    """One batch at a time, pickled when it is put."""
+    """A queue for one batch, which is pickled when it is put."""
 
     def __init__(self) -> None:
         self.batch: bytes | None = None
@@ -54,12 +54,12 @@ class Queue:
 
 
 class FastDeployHost:
-    """`manager`: the ResourceManagerV1, by rules or FastDeploy's own."""
+    """`manager` is a ResourceManagerV1: by rules (`resource_manager.py`), or FastDeploy's own."""
 
     batch: tuple[Any, ...] = ()
-    """The last one."""
+    """The last batch."""
     task: Any = staticmethod(Task)
-    """What it makes of a client's request."""
+    """Makes FastDeploy's request from a client's."""
 
     def __init__(self, world: Any, manager: Any, worker: Worker, *, is_26: bool) -> None:
         self.world, self.manager, self.worker, self.is_26 = world, manager, worker, is_26
@@ -69,9 +69,9 @@ class FastDeployHost:
         self.pausing, self._paused_at = "", 0.0
         self.count: Counter[str] = Counter()
         self._outside: deque[Any] = deque()
-        """Requests that come while the engine is paused."""
+        """Requests that arrive while the engine is paused."""
 
-    # ---- what clients ask for
+    # ---- called by clients
 
     def add(self, request: Request) -> None:
         task = self.task(request)
@@ -98,9 +98,7 @@ class FastDeployHost:
             self.world.faults.injected(str(error))
 
     def _schedule(self, raises_at: int) -> Any:
-        """A loss is raised where FastDeploy looks how much of a prompt it computes, behind so many prompts, if that is
-        not negative.
-        """
+        """Schedule. Raise `LostError` after `raises_at` prompts were scheduled; never, if it is negative."""
         look = self.manager._get_num_new_tokens
 
         def raising(*given: Any) -> Any:
@@ -123,7 +121,7 @@ class FastDeployHost:
         patches.put_tasks(partial(self.queue.put_tasks, lost=lost), self.queue, ((tasks, len(tasks)),), {})
 
     def _name(self, tasks: Any) -> Any:
-        """Whose rows they end: FastDeploy's tasks tell ids, which come again, and 2.5 tells of some that have ended."""
+        """Add the `uid` to each task: FastDeploy's ids may be used again, and 2.5 sends tasks of ended requests."""
         for task in tasks:
             if not hasattr(task, "uid"):
                 task.uid = getattr(self.manager.requests.get(task.request_id), "uid", None)
@@ -159,10 +157,10 @@ class FastDeployHost:
     # ---- administration
 
     def pause(self, rng: random.Random) -> None:
-        """A reset in the way of the release."""
+        """Pause and reset, as the release does it."""
         if self.pausing:
             return
-        if self.is_26:  # everything is aborted, and the cache is emptied when nothing runs
+        if self.is_26:  # 2.6 aborts everything, and resets the cache when nothing runs
             self.pausing = "aborting"
             for task in self.manager.running:
                 self.world.clients.aborted.add(task.request_id)
@@ -180,14 +178,14 @@ class FastDeployHost:
             if self.world.clock() - self._paused_at < PAUSE_S or self.worker.has_passes:
                 return
             if not any(self.count[loss] for loss in LOSSES):
-                raise WrongError("a pause ends by its time-out, and no batch was lost")
+                raise WrongError("a pause ends by its timeout, and no batch was lost")
         num_inside = len(self.world.clients.requests) - len(self._outside)
         if self.pausing == "aborting" and (num_inside or not self.worker.is_idle):
             return
         self.cache_manager.reset()
         known = {task.uid for task in (*self.manager.requests.values(), *self._outside)}
         for uid in [each for each in self.world.clients.requests if each not in known]:
-            self.world.clients.ended(uid, "dropped")  # they waited outside FastDeploy, for their id or for the store
+            self.world.clients.ended(uid, "dropped")  # waited outside FastDeploy, for its id or for the store
         if rng.random() < 0.3:
             self.world.weights += 1
             if self.cache_manager.storage is not None:
@@ -200,7 +198,7 @@ class FastDeployHost:
             self.manager.add_request(task)
 
     def resize(self, rng: random.Random) -> None:
-        """Profiling ends while the engine polls."""
+        """Profiling ends, and gives the device tier its size."""
         most, lot, drawn = self.world.sizes["device"], rng.random(), rng.random()
         size = most if lot < 0.5 else LEAST_BLOCKS + int(drawn * (most - LEAST_BLOCKS + 1))
         try:
@@ -227,7 +225,7 @@ class FastDeployHost:
             raise WrongError("a seat leaks")
 
     def free_stuck(self) -> bool:
-        """FastDeploy's own: unfinished prefills that hold all blocks wait for each other. One of them is ended."""
+        """End one of several unfinished prefills that hold all blocks: FastDeploy lets them wait for each other."""
         running = self.manager.running
         if not running or any(each.num_computed_tokens >= each.need_prefill_tokens for each in running):
             return False
@@ -239,7 +237,7 @@ class FastDeployHost:
 
     @property
     def events(self) -> list[Any]:
-        """Weights and events; those of at least 5 go on by themselves."""
+        """Weights and events. Events with a weight of at least 5 also run in `settle`."""
         return [
             (0.4 if self.cache_manager.storage is None else 1.0, self.pause),
             (0.3, self.resize),

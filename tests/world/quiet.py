@@ -1,6 +1,6 @@
-"""A world in which nothing is late and nothing goes wrong but what a test says, and whose turns a test takes by hand.
+"""A world without lateness and random faults: a test takes each turn by hand and names the faults.
 
-Its engine, ranks and clients are those of the others: they know what every block must hold, and which tokens to get.
+Engine, ranks and clients are those of the world: they check every block and every token.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ UIDS = itertools.count()
 
 
 class Quiet:
-    """Stands for the world, its faults and their random numbers. Whoever makes it gives it its `host`."""
+    """In place of the world, its faults and their random numbers. The creator sets `host`."""
 
     weights = 0
     host: Any
     on: frozenset[str] = frozenset()
-    """Faults: none, by itself."""
+    """Faults that the world would switch on: none."""
     copies_fail = False
-    """Those to the host, until it is set again."""
+    """True: copies to the host fail."""
     raises_at = 0
-    """Of "lost in schedule": so many prompts are in the batch then."""
+    """Number of prompts in the batch when "lost in schedule" strikes."""
 
     def __init__(self, block_size: int) -> None:
         self.clock, self.tags, self.source = Clock(), Tags(), partial(source, 0)
@@ -63,13 +63,13 @@ class Quiet:
 
     @property
     def is_idle(self) -> bool:
-        """After the last request: nothing is left of any."""
+        """Run until the last request has ended, and check that nothing leaked."""
         self.run_dry()
         self.cache.manager.check_idle()
         return True
 
     def add(self, name: str, prompt: Any, max_tokens: int = 4, *given: Any, **fields: Any) -> Any:
-        """Returns the host's request, made of the client's and what is `given`. `fields` are those of the client's."""
+        """Add a client's request with these `fields`; return the host's request, made with `given`."""
         request = Request(next(UIDS), name, list(prompt), max_tokens)
         vars(request).update(fields)
         self.clients.requests[request.uid] = request
@@ -82,14 +82,14 @@ class Quiet:
         self.host.abort(name)
 
     def schedule(self, *fails: str) -> Any:
-        """Returns the batch that goes to the queue, or was to go there. `fails`: names of faults."""
+        """Schedule with the faults `fails`; return the batch, also one that was lost."""
         self.host.batch, self._fails = (), fails
         self.host.schedule(self)
         self._fails = ()
         return self.host.batch
 
     def step(self, *fails: str) -> Any:
-        """What ranks say arrives; a batch is scheduled, computed, and its tokens are read."""
+        """Deliver reports, schedule a batch, compute it and read its tokens."""
         self.reports.arrive(None)  # type: ignore[arg-type]
         batch = self.schedule(*fails)
         self.compute()

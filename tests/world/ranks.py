@@ -1,7 +1,7 @@
 """Ranks of a FastDeploy worker: the real `WorkerCache` over a device that the world runs, and a model in tags.
 
-A pass writes the tags of the new positions of all rows, layer by layer, and then every row reads its whole prefix. What
-a rank computes is known when it is submitted; whether it read what it should is found out when its device gets there.
+A pass writes the tags of the new positions of all rows, layer by layer, then every row reads its whole prefix. The
+tokens are known at submission. The reads are compared when the device runs them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .streams import VirtualDevice
 
 LAYERS = 2
 OWN_NOTHING = 1 << 40
-"""A position that no row reaches."""
+"""A position beyond every row."""
 
 RELEASED = "released"
-"""Instead of a token: the row is gone, as its request was preempted or aborted."""
+"""In place of a token: the row was removed, because its request was preempted or aborted."""
 
 
 class Row:
@@ -38,13 +38,13 @@ class Row:
         self.uid, self.prefix = task.uid, prefix
         self.computed = self.target = task.prefill_start_index
         self.own_from = task.prefill_start_index if task.skip_writing_prefix_cache else OWN_NOTHING
-        """What it computes from here on nobody else may find."""
+        """From this position on, no other request may hit its blocks."""
         self.limit = len(task.prompt_token_ids) + task.max_tokens
-        """Tokens in all."""
+        """Prompt and output, in tokens."""
 
 
 class Tensors(RankMemory):
-    """Of one rank, and its model in tags."""
+    """The cache tensors of a rank, and its model in tags."""
 
     def __init__(
         self, number: int, device: VirtualDevice, *, blocks: int, block_size: int, tags: Tags, on_device: bool
@@ -59,7 +59,7 @@ class Tensors(RankMemory):
     def _submit(
         self, work: Sequence[tuple[Row, int, int]], before_layer: Callable[[int], object], void: Sequence[str] = ()
     ) -> None:
-        """Of each row the positions that a pass computes. `void`: why it computes nothing in the end."""
+        """Submit a pass over rows with their positions `[start, end)`. A reason in `void` makes its results garbage."""
         stream, plan, read, written = self.device.compute_stream, [], set[int](), set[int]()
         for row, start, end in work:
             plan.append(self._places(row, start, end))
@@ -82,7 +82,7 @@ class Tensors(RankMemory):
         return row, slots * self.block_size + positions % self.block_size, tags, start
 
     def _attend(self, layer: Any, number: int, plan: Sequence[tuple[Row, Any, Any, int]], void: Sequence[str]) -> None:
-        """It writes in any case: what is computed of garbage is garbage."""
+        """Write the new tags and compare the prefix. A void pass writes garbage."""
         flat = layer.reshape(-1)
         for _, places, tags, start in plan:
             flat[places[start:]] = GARBAGE if void else tags[start:] * LAYERS + number
@@ -102,7 +102,7 @@ class Tensors(RankMemory):
 
 
 class Rank(Tensors):
-    """Of a FastDeploy worker."""
+    """A rank of a FastDeploy worker."""
 
     def __init__(
         self, number: int, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
@@ -118,7 +118,7 @@ class Rank(Tensors):
         self.controller = self.cache._controller
 
     def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None], *, is_graph: bool) -> None:
-        """A graph waits for all layers at once."""
+        """Submit a forward pass. A graph waits for all layers at once."""
         counter = self.cache.begin_forward(layer_by_layer=not is_graph)
         self._submit(work, lambda layer: None if counter is None else counter.wait_for_layer(layer))
         self.device.compute_stream.submit(finished)
@@ -126,7 +126,7 @@ class Rank(Tensors):
 
 
 class Reports:
-    """What ranks say of their copies, on its way to the engine: late, and in order."""
+    """The ranks' reports of copies on their way to the engine: in order, and sometimes late."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
@@ -142,7 +142,7 @@ class Reports:
             self._arrived.append(self._underway.popleft())
 
     is_idle = True
-    """The engine may be idle before it hears of all."""
+    """The engine may be idle before all reports have arrived."""
 
     def take(self) -> CopyNews:
         if not self._arrived:
@@ -156,19 +156,19 @@ class Reports:
 
 
 class Worker:
-    """All ranks, in step: batches go to each, a pass ends when every rank has run it, tokens come in order."""
+    """All ranks: each gets every batch, a pass ends when every rank has run it, and tokens arrive in order."""
 
     def __init__(self, ranks: Sequence[Rank], root: Callable[[Any], Any]) -> None:
         self.ranks, self.root = ranks, root
         self.rows: dict[int, Row] = {}
         self._released: dict[int, int] = {}
         self._passes: deque[tuple[dict[int, Any], list[Rank]]] = deque()
-        """Messages to the engine, and the ranks that have yet to run the pass."""
+        """The message to the engine, and the ranks that have not run the pass yet."""
         self.num_passes = 0
         self._took = False
 
     def take(self, batch: bytes) -> None:
-        """As in the worker's loop, a pass comes before the next batch is taken."""
+        """Receive a batch. As in the worker's loop, a pass runs before the next batch is received."""
         if self._took:
             self.run()
         self._took = True
@@ -221,7 +221,7 @@ class Worker:
             rank.submit(work, partial(running.remove, rank), is_graph=self.num_passes % 3 == 0)
 
     def message(self) -> dict[int, Any] | None:
-        """Of the oldest pass, when it has ended."""
+        """Return the message of the oldest pass, or None while it runs."""
         return self._passes.popleft()[0] if self._passes and not self._passes[0][1] else None
 
     def drop_rows(self) -> None:
@@ -230,7 +230,7 @@ class Worker:
 
     @property
     def has_passes(self) -> bool:
-        """Whose messages were not read yet."""
+        """Passes whose messages were not read yet."""
         return bool(self._passes)
 
     @property

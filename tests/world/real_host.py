@@ -1,12 +1,10 @@
-"""FastDeploy's own ResourceManagerV1, of the release that this process imports, in place of the rules that are told:
-alone, and twice as a prefill and a decode server, over the adapters of both roles.
+"""FastDeploy's own ResourceManagerV1 in place of `resource_manager.py`: alone, or as prefill and decode server.
 
-Its thread pools are turns of the world. For a FastDeploy process only: tests/fastdeploy/inside/world.py runs in one.
+Its thread pools are events of the world. It needs a process with FastDeploy: tests/fastdeploy/inside/world.py.
 
-Between the roles go requests for room, blocks and first tokens, each on its way for a while. What lies below the
-adapters is told by what it must do: a fetch fills its slots in any order once the worker has the batch it waits for,
-holds anything until then, and ends once. Prefill's blocks are read at the last moment, so one that it gives away early
-is noticed.
+Between the roles travel requests for room, blocks and first tokens. The parts below the adapters are modelled by their
+contract: a fetch fills its slots in any order after the worker has the batch that it waits for, holds garbage until
+then, and ends once. Blocks of prefill are read at the last moment, so a block that it gives away early is noticed.
 """
 
 from __future__ import annotations
@@ -53,11 +51,11 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name i
 role_caches.place_of = lambda config: RankPlace("127.0.0.1", (1,), "a model")
 
 LEAST = LEAST_BLOCKS + 2
-"""FastDeploy refuses fewer blocks for requests that long."""
+"""FastDeploy refuses fewer blocks for requests of this length."""
 
 
 class Pool:
-    """A ThreadPoolExecutor whose jobs are run by the world."""
+    """A ThreadPoolExecutor whose jobs the world runs."""
 
     def __init__(self) -> None:
         self.jobs: deque[tuple[Future[Any], Any]] = deque()
@@ -67,7 +65,7 @@ class Pool:
         return self.jobs[-1][0]
 
     def run(self, rng: random.Random | None = None) -> None:
-        """One job, or all of them."""
+        """Run one job, or all of them without `rng`."""
         for _ in range(min(len(self.jobs), 1) if rng else len(self.jobs)):
             future, job = self.jobs.popleft()
             future.set_result(job())
@@ -114,7 +112,7 @@ class RealHost(FastDeployHost):
         return [*ours, (10, self.pool.run), (8, self.loads.run), (20, self.turn)]
 
     def turn(self, rng: random.Random) -> None:
-        """As if nothing were late."""
+        """Run every part once, so that nothing is late."""
         for part in (self.schedule, self.take, self.run, self.worker.run_devices, self.take_tokens):
             part(rng)
 
@@ -123,7 +121,7 @@ def make_host(
     world: Any, rng: random.Random, worker: Worker, reports: Reports, config: Any, device: int, *,
     backend: str, max_tokens: int, **options: Any,
 ) -> RealHost:  # fmt: skip
-    """Without a store one in five has no prefix caching."""
+    """Make a host. Without a store one in five has no prefix caching."""
     manager = make_manager(
         device, config.num_host_blocks, config.write_policy.value, threshold=config.write_through_threshold,
         block_size=config.block_size, caching=bool(backend) or rng.random() < 0.8, order=config.eviction_policy,
@@ -139,7 +137,7 @@ def make_host(
 # ---- roles
 
 END = 0
-"""A token that ends a request, and that no worker samples."""
+"""A token that ends a request and that no worker samples."""
 
 
 class RoleWorker(Worker):
@@ -301,12 +299,12 @@ class RealRoles(Between):
     # ---- blocks go to decode
 
     def send(self, command: Any) -> Any:
-        """To its rank."""
+        """The rank receives messages."""
         self.handle(command)
         return ()
 
     def take(self) -> Any:
-        """From its rank."""
+        """Messages of the rank arrive."""
         news, self.decode.news = self.decode.news, []
         return [RankNews(rank, each) for rank, each in news]
 
@@ -331,7 +329,7 @@ class RealRoles(Between):
     # ---- first tokens go to decode
 
     def tell(self, rng: random.Random) -> None:
-        """Prefill learns what became of the blocks. 2.5 tells a token before, for an id that it has seen before."""
+        """Prefill learns the outcome of a transfer. 2.5 sends the first token earlier for an id that it has seen."""
         name, early = pick(self.computed, rng.random()), self.world.faults.strike("answer breaks", rng)
         ends, outcome = rng.random() < 0.05, self._outcome.get(name)
         if name is None:
@@ -353,7 +351,7 @@ class RealRoles(Between):
             self._send(task, outputs=CompletionOutput(index=0, send_idx=0, token_ids=[token]), finished=True)
 
     def hear(self, rng: random.Random) -> None:
-        """FastDeploy's thread at decode, which looks also when nothing has come."""
+        """FastDeploy's thread at decode, which also runs without a message."""
         message = pick(self._messages, rng.random())
         queue = [] if message is None else [("decode", [RequestOutput.from_dict(message)])]
         self._messages = [each for each in self._messages if each is not message]

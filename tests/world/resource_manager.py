@@ -1,7 +1,7 @@
 """FastDeploy's ResourceManagerV1 by the rules of its supported releases, over the real adapter and the real patches.
 
-What it does is the host's: it inserts blocks in the tree when it schedules, frees a match that it does not schedule,
-preempts the last one, and counts seats as its release does.
+As in FastDeploy, it inserts blocks into the tree when it schedules, frees a match that it does not schedule, preempts
+the last request, and counts seats as its release does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Status = enum.Enum("Status", "WAITING RUNNING RUNNING_PREFILL RUNNING_DECODE PRE
 
 
 def images_of(request: Request) -> Any:
-    """As FastDeploy has them; one row of pixels says all."""
+    """FastDeploy's fields for images, with one row of pixels."""
     if request.image is None:
         return None
     offset, length, content = request.image
@@ -40,7 +40,7 @@ def images_of(request: Request) -> Any:
 
 
 def ask(task: Any, request: Request) -> Any:
-    """`task`, for what the client asks beside a prompt."""
+    """Return `task` with the fields of the client's request beside the prompt."""
     task.uid, task.prompt, task.max_tokens = request.uid, request.tokens(), request.max_tokens
     task.cache_salt = request.salt
     task.skip_reading_prefix_cache = None if request.reads else True
@@ -50,7 +50,7 @@ def ask(task: Any, request: Request) -> Any:
 
 
 class Task:
-    """What is used of FastDeploy's Request. Equal, as there, to those of its id."""
+    """The used part of FastDeploy's Request. As there, tasks with the same id are equal."""
 
     def __init__(self, request: Request) -> None:
         ask(self, request)
@@ -83,7 +83,7 @@ class Control:
 
 
 class EngineCache(patches.EnginePrefixCache):
-    """As FastDeploy's engine has it, without a configuration of FastDeploy's and without sockets."""
+    """The engine's cache without a configuration of FastDeploy and without sockets."""
 
     def __init__(self, config: KVCacheConfig, *, reports: Any) -> None:
         PrefixCacheAdapter.__init__(self, config, gauges=Mock(), whole_items=True)
@@ -127,7 +127,7 @@ class ResourceManager:
 
     def schedule(self) -> Any:
         def schedule() -> tuple[list[Any], list[Any]]:
-            """The name of the function and of two of its variables are what `lost_batches` looks for."""
+            """`lost_batches` looks for the names of this function and of two of its variables."""
             with self.lock:
                 scheduled_reqs: list[Any] = []
                 self.tokens_left = self.budget
@@ -150,7 +150,7 @@ class ResourceManager:
     def waiting_async_process(self, task: Task) -> bool:
         return False
 
-    # ---- what runs
+    # ---- running requests
 
     def _get_num_new_tokens(self, task: Task, budget: int) -> int:
         return min(budget, task.need_prefill_tokens - task.num_computed_tokens)
@@ -159,7 +159,7 @@ class ResourceManager:
         return task.num_computed_tokens >= task.need_prefill_tokens
 
     def schedule_running(self, batch: list[Any]) -> tuple[bool, bool]:
-        """Whether it preempted, and whether a chunk found no blocks."""
+        """Return whether a request was preempted, and whether a chunk found no blocks."""
         preempted: list[Task] = []
         aborted, short, index = [], False, 0
         while index < len(self.running) and self.tokens_left > 0:
@@ -194,7 +194,7 @@ class ResourceManager:
 
     def _make_room(self, blocks: int, task: Task, preempted: list[Task], batch: list[Any]) -> bool:
         while not self.cache_manager.can_allocate_gpu_blocks(blocks):
-            # 2.6 preempts what decodes, 2.5 anything; both the last one
+            # 2.6 preempts the last decoding request, 2.5 the last request
             may_go = (each for each in reversed(self.running) if not self.is_26 or each.status is Status.RUNNING_DECODE)
             if (victim := next(may_go, None)) is None:
                 return False
@@ -227,7 +227,7 @@ class ResourceManager:
         task.status, task.num_computed_tokens = Status.PREEMPTED, 0
         self._free_blocks(task)
 
-    # ---- what waits
+    # ---- waiting requests
 
     def seats_are_taken(self) -> bool:
         if not self.is_26:
@@ -237,7 +237,7 @@ class ResourceManager:
         return len(self.running) + unconfirmed + waiting >= self.max_num_seqs
 
     def admit(self, task: Task, batch: list[Any]) -> bool:
-        """False: nobody behind it is looked at."""
+        """Return False to stop at this request: those behind it stay in the queue."""
         if task.status is Status.PREEMPTED:
             task.need_prefill_tokens = task.num_total_tokens
         cache, needed = self.cache_manager, -(-task.need_prefill_tokens // self.block_size)
@@ -270,7 +270,7 @@ class ResourceManager:
             table, matched, metrics = self.cache_manager.request_match_blocks(task, self.block_size)
         except WrongError:
             raise
-        except Exception:  # as the host
+        except Exception:  # as FastDeploy does
             return False
         found = metrics["gpu_match_token_num"] + metrics["cpu_match_token_num"]
         if found != matched or (task.skip_reading_prefix_cache and matched):
@@ -294,7 +294,7 @@ class ResourceManager:
         self.cache_manager.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], task.request_id)
         task.block_tables = []
 
-    # ---- what the workers have told
+    # ---- messages of the workers
 
     def reschedule_preempt_task(self, request_id: str) -> None:
         if request_id in self.to_be_rescheduled_request_id_set and request_id in self.requests:
@@ -323,7 +323,7 @@ class ResourceManager:
     finish_requests_async = finish_requests
 
     def pre_recycle_resource(self, request_id: str) -> None:
-        """As it fails."""
+        """Called when the request fails."""
         if task := self.requests.get(request_id):
             self._leave(task)
             self._free_blocks(task)

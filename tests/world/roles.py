@@ -1,8 +1,8 @@
-"""A prefill and a decode server: two engines; between them jobs, answers, leases, fetches and news, each on its way.
+"""A prefill and a decode server: two engines, with jobs, answers, leases, fetches and news on their way between them.
 
-A slot that is being fetched holds anything until its fetch has ended, and a block that is offered is read at the last
-moment: an engine that gives slots away too early, or uses them too early, changes tokens. What lies below the engines
-(desks, links) is told by what it must do: a fetch ends once, after it no byte arrives, and its lease ends with it.
+A slot holds garbage until its fetch has ended, and an offered block is read at the last moment. So an engine that gives
+slots away or uses them too early changes tokens. The parts below the engines (desks, links) are modelled by their
+contract: a fetch ends once, no byte arrives after it, and its lease ends with it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ URL = "http://prefill"
 
 
 class Between:
-    """Leases and fetches, which the workers of `prefill` and `decode` know: what ranks say goes to their `news`.
+    """Leases and fetches of the workers of `prefill` and `decode`. Messages of ranks go to their `news`.
 
-    Bytes move between the first ranks, when the last one has all of them. What arrives earlier is garbage.
+    Bytes move between the first ranks when the last rank has all of them. Earlier writes are garbage.
     """
 
     world: Any
@@ -45,13 +45,13 @@ class Between:
         self.complete: set[str] = set()
         """Leases whose blocks are computed."""
         self._broken: set[tuple[str, int]] = set()
-        """Leases that failed, each on a rank. A fetch that begins later finds none there."""
+        """(lease, rank) of failures. A fetch that begins later fails on that rank."""
         self.fetches: dict[str, StartFetch] = {}
         self._lease_left: dict[str, set[int]] = {}
         self._fetch_left: dict[str, set[int]] = {}
-        """Ranks that have not ended it. A name is used once, so an ended fetch ends the lease that is opened later."""
+        """Ranks that have not ended it. A name is used once, so an ended fetch also ends a lease that opens later."""
         self._failing: set[str] = set()
-        """Fetches that failed on a rank."""
+        """Fetches that failed on some rank."""
 
     def handle(self, command: Any) -> None:
         {
@@ -76,7 +76,7 @@ class Between:
             self.end_lease(command.lease, "the decode server reads no more", rank)
 
     def end_lease(self, lease: str, error: str | None = None, rank: int | None = None) -> None:
-        """On one rank, or on all that are left. The decode server hears of one that fails."""
+        """End the lease on one rank, or on all that are left. The decode server learns of a failure."""
         for each in self._take(self._lease_left, lease, rank):
             self._broken |= set() if error is None else {(lease, each)}
             self.prefill.news.append((each, TransferNews(leases=(LeaseEnd(lease, lease, error),))))
@@ -109,7 +109,7 @@ class Between:
     # ---- blocks arrive
 
     def sources(self, fetch: StartFetch) -> Sequence[int] | None:
-        """Slots at prefill that it reads, once they are computed."""
+        """Return the slots at prefill that the fetch reads, or None before they are computed."""
         lease = self.leases.get(fetch.request_id)
         return None if lease is None or lease.lease not in self.complete else lease.slots[fetch.first_block :]
 
@@ -117,7 +117,7 @@ class Between:
         return fetch.request_id in self.leases
 
     def scribble(self, rng: random.Random) -> None:
-        """A part arrives."""
+        """A part of a fetch arrives."""
         fetch, at = pick(self.fetches.values(), rng.random()), rng.random()
         if fetch is not None and self.may_write(fetch):
             self._fill(pick(fetch.slots, at), None)
@@ -141,7 +141,7 @@ class Between:
             self.end_fetch(name, None, rank)
 
     def _fill(self, slot: int, source: int | None) -> None:
-        """A byte arrives when no copy reads the slot, and is read when it is computed."""
+        """Write a slot after all copies and passes have ended."""
         for rank in (self.prefill.rank, self.decode.rank):
             rank.device.run_dry()
         for layer, other in zip(self.decode.rank.layers, self.prefill.rank.layers, strict=True):
@@ -155,21 +155,21 @@ class Between:
 
 
 class Roles(EmbeddedHost, Between):
-    """`engine` is the decode server. It asks the prefill server for most prompts."""
+    """Both servers. `engine` is the decode server, which asks the prefill server for most prompts."""
 
     def __init__(self, world: Any, prefill: Engine, decode: Engine, num_ranks: int) -> None:
-        """`num_ranks`: of each, which report for themselves."""
+        """`num_ranks` is the number of ranks of each server, which report one by one."""
         EmbeddedHost.__init__(self, world, decode, prefill)
         Between.__init__(self, prefill, decode, num_ranks)
         self._asked: dict[str, Request] = {}
-        """Of jobs on their way."""
+        """Requests of jobs on their way."""
         self._awaited: dict[str, list[Any]] = {}
-        """By job that has arrived: events of the prefill server."""
+        """Events of the prefill server, by job that has arrived."""
         self._dropped: set[str] = set()
         self.drop = self._dropped.add
         for engine in (prefill, decode):
             engine.peers, engine.parts = self, (*engine.parts, "tell_news")
-            engine.rank.marks_own = False  # what one of them marks the other one reads
+            engine.rank.marks_own = False  # the other server reads these blocks
 
     def name(self, request: Request) -> str:
         return f"{request.request_id}.{request.uid}"
@@ -182,7 +182,7 @@ class Roles(EmbeddedHost, Between):
         return [*super().events, (30, self.between)]
 
     def between(self, rng: random.Random) -> None:
-        """Some of what is on its way arrives."""
+        """Some messages and bytes arrive."""
         for part in rng.sample([self.deliver, self.answer, self.arrive, self.scribble, self.break_lease], 3):
             part(rng)
 
@@ -225,7 +225,7 @@ class Roles(EmbeddedHost, Between):
         self.world.log("answer", name, told)
         self.decode.core.on_prefill_answer(name, told)
 
-    # ---- leases and fetches, which the workers know
+    # ---- leases and fetches of the workers
 
     def break_lease(self, rng: random.Random) -> None:
         lease, rank = pick(self.leases, rng.random()), rng.randrange(self.num_ranks)

@@ -1,4 +1,4 @@
-"""Scenarios by name: which host, and what its seed may draw."""
+"""Scenarios by name: the host of each, and the sizes and settings that a seed draws."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .weight_updates import Updater
 def fastdeploy(
     world: Any, rng: random.Random, *, release: int = 0, backend: str = "", least: int = LEAST_BLOCKS, make: Any = None
 ) -> None:
-    """`make` gives another host than the one by the rules of `release`."""
+    """`make` makes another host than the one by the rules of `release`."""
     block_size = rng.choice([2, 4])
     device = world.size("device", rng.randrange(least, 32), least)
     host = world.size("host", rng.choice([8, 20, 60] if backend == "file" else [0, 8, 20, 60]), 0)
@@ -78,13 +78,13 @@ def make_worker(
 
 
 def failing(world: Any, of: str, streams: dict[str, str]) -> Callable[[str], bool]:
-    """Whether a copy of a stream fails: of these, which have a direction."""
+    """Return a function that says whether a copy of a stream fails. `streams` maps a stream to its target tier."""
     rng = world.source(f"{of}copies")
     return lambda stream: stream in streams and world.faults.strike(f"copy to {streams[stream]} fails", rng)
 
 
 def updating(world: Any, rng: random.Random, *, make: Callable[..., None], **options: Any) -> None:
-    """Weights change while requests run and arrive; nothing is paused."""
+    """Weights change while requests run and arrive, without a pause."""
     make(world, rng, **options)
     world.others.append(Updater(world, world.host, rng))
 
@@ -101,7 +101,7 @@ def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, 
 def make_store(
     world: Any, settings: StorageSettings, ranks: Sequence[Any], manager: CacheManager, name: Any, passes: Any = None
 ) -> Store:
-    """With its tier."""
+    """Make a store and its tier."""
     kind = Index if settings.flush_only else TokenStore if settings.uses_device_tier else Store
     store = kind(world, ranks)
     make = AttentionStoreTier if settings.uses_device_tier else StorageTier

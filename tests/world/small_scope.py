@@ -1,10 +1,10 @@
-"""Two requests that share a prefix, a few blocks, two ranks: all orders of events up to a depth, shortest first.
+"""All orders of events up to a depth, shortest first: two requests that share a prefix, a few blocks, two ranks.
 
-Real is the cache manager. A state is rebuilt by replaying the events that lead to it; two states with one text are the
-same. `WritePolicy.AUTO` is left out: it remembers its pace.
+The cache manager is real. A state is rebuilt by replaying the events that lead to it; states with the same text are the
+same state. `WritePolicy.AUTO` is left out, because it remembers its pace.
 
-`python -m tests.world.small_scope --depth N` looks further, and prints how many states there are. A walk goes further
-in one order, drawn from a seed.
+`python -m tests.world.small_scope --depth N` searches deeper and prints the number of states. A walk goes deeper along
+one order, drawn from a seed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.run import DEVICE
 
 PROMPTS = {"a": ("0", "01"), "b": ("0", "02")}
-"""Their blocks, each of one token. The token behind them is the sampled one, which is never computed here."""
+"""Blocks of each request, of one token each. The sampled token behind them is never computed here."""
 FAULTS = 1
-"""Copies that may fail."""
+"""Number of copies that may fail."""
 STEPS_AHEAD = 2
-"""That the scheduler may be ahead of a rank."""
+"""Steps that the scheduler may be ahead of a rank."""
 GARBAGE = "garbage"
 
 Event = tuple[Any, ...]
@@ -39,7 +39,7 @@ class Scope(NamedTuple):
     policy: WritePolicy
     device: int
     begun: str = ""
-    """Events before the search begins, in the words in which a broken law is told."""
+    """Events before the search begins, in the form in which a broken law is reported."""
     host: int = 2
     prompts: Mapping[str, Sequence[str]] = PROMPTS  # never written
 
@@ -51,13 +51,13 @@ class Life:
         self.name, self.tags = name, list(tags)
         self.is_live, self.is_admitted = True, False
         self.allocated = self.told = self.committed = 0
-        """Blocks: in its table, computed when the steps taken have been run, and committed."""
+        """Numbers of blocks: in its table, computed once the taken steps have run, and committed."""
         self.rows: dict[int, int] = {}
-        """How many are computed, by step."""
+        """Number of computed blocks, by step."""
 
 
 class Rank:
-    """What its slots hold, and the steps that it has not run: copies, then (request, its slots, how many it reads)."""
+    """Contents of its slots, and the steps that it has not run: copies, then (request, its slots, number of reads)."""
 
     def __init__(self, scope: Scope) -> None:
         self.device, self.host = [""] * scope.device, [""] * scope.host
@@ -66,7 +66,7 @@ class Rank:
 
 class World:
     def __init__(self, scope: Scope, path: Sequence[Event]) -> None:
-        """In which this has happened."""
+        """Replay the events of `path`."""
         sizes = {"num_device_blocks": scope.device, "num_host_blocks": scope.host, "block_size": 1}
         self.manager = CacheManager(KVCacheConfig(write_policy=scope.policy, eviction_policy="lru", **sizes))
         self.prompts = scope.prompts
@@ -75,21 +75,21 @@ class World:
         self.preempted: set[str] = set()
         self.faults_left = FAULTS
         self.backed_up: dict[int, frozenset[int]] = {}
-        """Host slots that a step was the last to fill, on all ranks as far as is known."""
+        """Host slots by the step that filled them last, on all ranks as far as is known."""
         self.stored: list[tuple[int, str]] = []
-        """Host slots that a store reads, and what they hold."""
+        """Host slots that a store reads, with their content."""
         for event in path:
             self.do(event)
 
     @property
     def pending(self) -> list[int]:
-        """Steps that not every rank has run."""
+        """Steps that some rank has not run."""
         return sorted({step.step for rank in self.ranks for step, _ in rank.orders})
 
     def computed(self, life: Life) -> int:
         return max((end for step, end in life.rows.items() if step not in self.pending), default=0)
 
-    # ---- what can happen next
+    # ---- possible events
 
     def events(self) -> Iterator[Event]:
         for name in self.prompts:
@@ -297,7 +297,7 @@ RATE = {"commit": 4, "run": 4, "allocate": 1, "take": 0.5, "end_store": 0.2, "ma
 
 
 def likely(world: World, event: Event) -> float:
-    """Most requests get to their end, and most stores wait."""
+    """Return the weight of an event: most requests reach their end, and most stores wait."""
     if event[0] == "end":
         life = world.lives[event[1]]
         return 0.5 if life.committed == len(life.tags) else 0.02

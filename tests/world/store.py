@@ -1,7 +1,7 @@
-"""Stores behind the real storage tier: slow, failing, full, forgetful or lying, as the faults say.
+"""Stores behind the real storage tier: slow, failing, full, forgetful or lying, by their faults.
 
-One names blocks by their hashes and uses host slots, the other by token ids and device slots. Commands of a kind are
-answered in order, those of different kinds in any. A call that failed goes on writing or reading for a while.
+`Store` names blocks by hashes and uses host slots; `TokenStore` names them by token ids and uses device slots. Calls of
+one kind end in order, calls of different kinds in any order. A failed call goes on reading or writing for a while.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from .chance import pick
 from .memory import GARBAGE, WrongError
 
 LATE_S = 2.0
-"""How long a call that failed goes on."""
+"""Seconds that a failed call goes on."""
 
 Value = list[Any]
-"""By rank."""
+"""Bytes by rank."""
 
 
 class Call(NamedTuple):
-    """A command in the words of every store."""
+    """A command, in the form that all stores share."""
 
     kind: str
     name: str
     path: Sequence[Hashable]
     """Names of blocks, with the namespace."""
     first: int = 0
-    """It is about the blocks from here on."""
+    """The call is about the blocks from here on."""
     slots: Sequence[int] = ()
     exists: bool | None = None
-    """Of a statement."""
+    """A statement to the index: whether the server has the blocks. None for a transfer."""
 
 
 class RankMemory(RankStorage):
-    """The tiers of one rank, one of which a store reads and fills."""
+    """The tier of one rank that a store reads and fills."""
 
     controller: Any = None
-    """None where nothing is copied."""
+    """None for a rank without copies."""
     using: Iterable[tuple[set[int], set[int]]] = ()
-    """Slots that are read, and written, by passes that have not ended."""
+    """Slots read and slots written by each pass that has not ended."""
 
     def __init__(self, *, on_device: bool) -> None:
         self.uses_device_tier = on_device
@@ -65,41 +65,41 @@ class RankMemory(RankStorage):
         return np.stack(self._parts(slot))
 
     def fill(self, slot: int, value: Any = None) -> None:
-        """With garbage, unless there is a value."""
+        """Write `value`, or garbage without one."""
         for number, row in enumerate(self._parts(slot)):
             row[:] = GARBAGE if value is None else value[number]
 
     def _parts(self, slot: int) -> Sequence[Any]:
-        """What it holds, part by part."""
+        """Return the parts of the slot's bytes."""
         if not self.uses_device_tier:
             return [self.controller.host_pool.slot(slot).view(np.int64)]
         return [role.array[slot].view(np.int64) for rows in self.controller.transfers.device_rows for role in rows]
 
     def refilled(self, slots: Sequence[int], *, on_device: bool) -> None:
-        """From outside."""
+        """Tell the slot tables of a write from outside."""
         if self.controller is not None:
             self.controller.transfers.refilled(slots, CacheLevel.DEVICE if on_device else CacheLevel.HOST)
 
 
 class Store:
-    """A `Link`, and the store at its other end. `memories`: of each rank."""
+    """A `Link`, and the store at its other end. `memories` has one entry per rank."""
 
     is_ready = True
     tier: Any = None
-    """At the engine, which is idle when no slot is lent to the store."""
+    """The engine's tier: idle when no slot is lent to the store."""
     on_device = False
-    """Whether it reads and fills device slots. Then a call that failed may go on."""
+    """True: the store uses device slots, and a failed call may go on."""
 
     def __init__(self, world: Any, memories: Sequence[RankMemory]) -> None:
         self._world, self._memories, self.num_ranks = world, memories, len(memories)
         self.namespace = ""
         self.values: dict[Hashable, Value] = {}
         self.calls: dict[str, deque[Call]] = {kind: deque() for kind in ("query", "load", "store", "state")}
-        """That wait for their answer, by kind."""
+        """Open calls by kind."""
         self.index: set[Hashable] = set()
-        """Paths of blocks that the server says it has."""
+        """Paths of blocks that the server has stated to have."""
         self._late: list[tuple[float, Sequence[int], list[Value] | None]] = []
-        """Calls that failed and go on for so long: they read these values from the slots, or fill them."""
+        """Failed calls: when they end, their slots, and the values that they read (None: they write garbage)."""
         self._listener: Callable[[Any], None] = print
         self.events = [(12, self.answer), (5, self.go_on), (0.5, self.lose)]
 
@@ -109,7 +109,7 @@ class Store:
         self._listener = listener
 
     def commit(self, *hashes: object) -> None:
-        """Blocks of this world are stored by all ranks at once."""
+        """Do nothing: here all ranks store a block at once."""
 
     touch = close = commit
 
@@ -130,7 +130,7 @@ class Store:
         return [(self.namespace, each) for each in blocks]
 
     def _begin(self, call: Call) -> None:
-        """Its slots may be read or filled from now on."""
+        """Open a call, whose slots may be read or filled from now on."""
         if len(set(call.slots)) < len(call.slots):
             raise WrongError(f"a slot is named twice: {call}")
         self.calls[call.kind].append(call)
@@ -171,7 +171,7 @@ class Store:
             del self.values[name]
 
     def go_on(self, rng: random.Random) -> None:
-        """What calls that failed still do."""
+        """Failed calls read or write once more."""
         self._late = [late for late in self._late if late[0] > self._world.clock()]
         for _, slots, values in self._late:
             if values is None:
@@ -187,10 +187,10 @@ class Store:
             memory.fill(slot)
 
     def _stored(self, names: Sequence[Hashable]) -> list[Value]:
-        """As far as all are there."""
+        """Return the values up to the first missing one."""
         return [self.values[name] for name in itertools.takewhile(self.values.__contains__, names)]
 
-    # ---- answers; `wrong`: of a load its first value lies, of a store there is no room
+    # ---- answers. `wrong`: the first value of a load lies, or there is no room for a store
 
     def _query(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
         if fails:
@@ -229,7 +229,7 @@ class Store:
 
 
 class TokenStore(Store):
-    """Names blocks by token ids, reads and fills device slots, and notices one that it is given too early."""
+    """A store that names blocks by token ids and uses device slots. It notices a slot that it gets too early."""
 
     on_device = True
 
@@ -258,7 +258,7 @@ class TokenStore(Store):
 
 
 class Index(TokenStore):
-    """Nothing is stored; it is told what the cache has, and knows it in the end."""
+    """An index without values: in the end it must know exactly the cached blocks."""
 
     @property
     def is_idle(self) -> bool:

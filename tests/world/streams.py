@@ -1,7 +1,7 @@
-"""A device whose streams are run by the world, operation by operation, in any order that their waits allow.
+"""A device whose streams the world runs, operation by operation, in any order that their waits allow.
 
-As on a GPU: submitting never waits, a failure that is known when work is submitted fails its unit, and who waits for an
-event waits on the stream. Only `synchronize` and `wait_done` run the device until they are met.
+As on a GPU, submitting never waits, and a wait for an event is a wait of the stream. A copy that cannot be submitted
+fails at once. Only `synchronize` and `wait_done` run the device until their condition holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .memory import GARBAGE, WrongError
 
 
 class Clock:
-    """That only the world moves."""
+    """Seconds that only the world advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -54,7 +54,7 @@ class VirtualStream(Stream):
     def __init__(self, device: VirtualDevice, name: str, *, computes: bool = False) -> None:
         self.device, self.name, self._computes = device, name, computes
         self.waiting: deque[Callable[[], bool]] = deque()
-        """Each returns False as long as it has to wait."""
+        """Operations. Each returns False while it has to wait."""
         self._failure: BaseException | None = None
 
     def begin(self) -> None:
@@ -89,7 +89,7 @@ class VirtualStream(Stream):
         return event
 
     def run(self) -> bool:
-        """One operation, if it need not wait."""
+        """Run one operation. Return False if it has to wait."""
         if not self.waiting or not self.waiting[0]():
             return False
         self.waiting.popleft()
@@ -103,7 +103,7 @@ class VirtualStream(Stream):
 
 class VirtualCopies(CpuCopies):
     def spoil(self, stream: VirtualStream, *of: Any) -> None:
-        """This copy has failed: what it was to fill is garbage."""
+        """Fill the target of a failed copy with garbage."""
         *layer, runs, to_device = of
         sides, first = self._pairs[to_device], layer[0] * self._num_roles if layer else 0
         for rows, _ in sides[first : first + self._num_roles] if layer else sides:
@@ -115,7 +115,7 @@ class VirtualDevice(CpuRuntime):
     def __init__(
         self, clock: Clock, copy_fails: Callable[[str], bool] = lambda stream: False, *, at_once: bool = False
     ) -> None:
-        """`at_once`: nothing is late, what is submitted is done."""
+        """`at_once`: run each operation when it is submitted."""
         super().__init__()
         self.clock, self.copy_fails, self.at_once = clock, copy_fails, at_once
         self.streams = [VirtualStream(self, "compute", computes=True)]
@@ -134,14 +134,14 @@ class VirtualDevice(CpuRuntime):
     def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
         pass
 
-    # ---- the world's end
+    # ---- called by the world
 
     @property
     def is_idle(self) -> bool:
         return not any(stream.waiting for stream in self.streams)
 
     def run_some(self, rng: random.Random, most: int) -> None:
-        """Up to `most` operations of streams that can go on."""
+        """Run up to `most` operations of streams that need not wait."""
         for _ in range(rng.randrange(1, most + 1)):
             stream = rng.choice(self.streams)
             if not stream.run() and not any(each.run() for each in self.streams):

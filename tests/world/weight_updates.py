@@ -1,8 +1,8 @@
 """Weight updates of FastDeploy's legacy API: the API process, the workers' loop, and our thread that answers both.
 
-What they do, and in which order, is the host's. Three things are left to the seconds that API and worker sleep in
-between: when an update is asked for, the worker has left the function that cleared its weights (the host would hang),
-and our thread has seen that they are away; and when it begins, every token that was sent before has been read.
+Actions and their order are FastDeploy's. Its sleeps of some seconds guarantee three things, which are conditions here.
+When an update is requested, the worker has left the function that cleared its weights (FastDeploy would hang), and our
+thread has seen that they are away. When the update begins, every token sent before has been read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import (
 )
 
 IDLE_TURNS = 12
-"""At most so many turns of the API between two updates."""
+"""Most turns of the API between two updates."""
 
 
 class Shared(list[int]):
-    """One number in shared memory: other processes may go on between two looks at it."""
+    """A number in shared memory. Other processes may run before each read of it."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
         super().__init__([NORMAL])
@@ -38,8 +38,10 @@ class Shared(list[int]):
 
 
 class Updater:
-    """Of a `host` with `cache_manager`, `take`, `run`, `queue.batch`, `worker.drop_rows`, `worker.is_idle`: the turns
-    `take` and `run` become those of the workers' loop. A batch waits between `schedule` and the queue.
+    """Updates the weights of `host`.
+
+    It uses `cache_manager`, `take`, `run`, `queue.batch`, `worker.drop_rows` and `worker.is_idle` of the host. The
+    events `take` and `run` become turns of the workers' loop. A batch waits between `schedule` and the queue.
     """
 
     def __init__(self, world: Any, host: Any, rng: random.Random) -> None:
@@ -102,7 +104,7 @@ class Updater:
             self._host.count["updates"] += self.is_idle
 
     def _change(self, before: int, asked: int, after: int) -> Iterator[None]:
-        """First the weights, then the tree, as far as they are not changed yet."""
+        """Change the weights, then the tree, unless they are changed already."""
         for signal, others in ((self._weights, [self._copies]), (self._tree, [])):
             if self._is(before, signal):
                 while asked == UPDATING and signal is self._weights and self._is_checking:
