@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
+FOLDERS_OF_PAGES = ["docs", ".github", "tests"]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS_OF_PAGES for page in (ROOT / folder).rglob("*.md"))])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\s]+)`")
 OF_A_RUN = {"build", "dist", "log"}
