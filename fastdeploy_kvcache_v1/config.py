@@ -131,5 +131,5 @@ def cache_directory() -> Path:
         return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "fastdeploy-kvcache"
     except RuntimeError:
         raise ModelFetchError(
-            f"got no home directory for this user: set {CACHE_VARIABLE} to a directory for models"
+            f"this user has no home directory: set {CACHE_VARIABLE} to a directory for models"
         ) from None
