@@ -33,6 +33,7 @@ CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 ONE_WORD = re.compile(r"``[^`]+``|`[^`]+`|!?\[[^\]]*\]\([^)]*\)|https?://\S+|<!--.*?-->", re.DOTALL)
 SENTENCES = re.compile(r"\S.*?(?:(?<!e\.g)(?<!i\.e)(?<!vs)[.!?][)\"']?(?=\s+[A-Z0-9\"'(*])|\Z)", re.DOTALL)
 ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
+REFERENCE = re.compile(r"\[[^\]]*\]: ")
 SPAN = re.compile(r"`([^`\n]+)`")
 OF_A_RUN = ("dist/", "build/", "log/", "tmp/", "copies/")
 SUFFIXES = ("py", "log", "pth", "md", "toml", "json", "txt", "h", "cc", "cu", "so", "svg", "html", "yaml")
@@ -96,7 +97,7 @@ def _cannot_be_broken(line: str) -> bool:
     """A row of a table of at most three columns, or a link alone."""
     if line.startswith("|"):
         return len(re.findall(r"(?<!\\)\|", SPAN.sub("", line))) <= 4
-    return " " not in ONE_WORD.sub("X", ITEM.sub("", line))
+    return " " not in REFERENCE.sub("", ONE_WORD.sub("X", ITEM.sub("", line)))
 
 
 def _source(path: Path) -> Iterator[Hit]:
