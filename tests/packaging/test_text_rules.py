@@ -8,20 +8,7 @@ from . import text_rules
 from .text_rules import PACKAGE, ROOT, WORDS_OF_CHANGELOG, WORDS_OF_PAGES, files, hits, words_of_pages, written_by_hand
 
 NOT_YET = {
-    ".github/PULL_REQUEST_TEMPLATE.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "README.md",
-    "SECURITY.md",
-    "docs/develop/api-stability.md",
-    "docs/develop/architecture.md",
-    "docs/develop/decisions.md",
-    "docs/develop/dependencies.md",
-    "docs/develop/porting.md",
-    "docs/develop/recipes.md",
-    "docs/develop/testing.md",
     "docs/lab/server.md",
-    "docs/quickstart.md",
     "fastdeploy_kvcache_v1/fastdeploy_integration/disaggregation",
     "fastdeploy_kvcache_v1/fastdeploy_integration/engine",
     "fastdeploy_kvcache_v1/lab/demo",
@@ -38,7 +25,6 @@ NOT_YET = {
     "tests/lab",
     "tests/storage",
     "tests/transfer",
-    "tests/world",
 }
 """Pages and folders that break a rule today. An entry goes when its last hit goes; none is added."""
 
@@ -66,7 +52,6 @@ def test_pages_have_at_most_as_many_words_as_people_read():
     assert words_of_pages() <= WORDS_OF_PAGES
 
 
-@pytest.mark.xfail(strict=True, reason="CHANGELOG.md is too long")
 def test_changelog_has_at_most_as_many_words_as_people_read():
     assert len(written_by_hand(ROOT / "CHANGELOG.md").split()) <= WORDS_OF_CHANGELOG
 

@@ -6,8 +6,8 @@ earlier chunks, are left out, and the output is wrong (docs/operate/fastdeploy.m
 
 The mend calls the same flash function again with the cached tokens as keys, at most `piece` at a time. These are
 gathered from the layer's cache, projected up by its `kv_b_proj`, and not masked, since they precede all new tokens. The
-parts are joined by their log-sum-exp in float32, which equals the softmax over all keys (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", 2018). A pass without such a prompt runs as before. The price is one
+parts are joined by their log-sum-exp in float32, which equals the softmax over all keys (Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018). A pass without such a prompt runs as before. The price is one
 synchronisation per pass, and memory for one piece, which the profiling run includes.
 
 Only for the thread that runs the model.

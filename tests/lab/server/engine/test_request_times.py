@@ -26,7 +26,8 @@ class Timed:
         self.harness.sent.clear()
         result = self.harness.worker.run(batch)
         self.now += seconds
-        self.harness.core.on_step_result(replace(result, report=replace(result.report, exposed_wait_since_last_s=copies_s)))
+        report = replace(result.report, exposed_wait_since_last_s=copies_s)
+        self.harness.core.on_step_result(replace(result, report=report))
 
     def reports(self, limit=10):
         return {each.id: each for each in self.harness.core.requests(limit)}
