@@ -33,17 +33,9 @@ EPILOG = """\
 Exit status: 0 after SIGINT or SIGTERM; 1 after a worker process died and every open request was answered with 503 (run
 the server under a supervisor that restarts it); 2 for a wrong setting or model.
 
-<<<<<<< HEAD
 GET /docs and /openapi.json describe the endpoints and request fields; docs/lab/server.md explains them. A chat without
 max_tokens runs up to --max-model-len, a completion without it gets 16 tokens. The server has no password: without
 --host it serves this machine only. On a GPU start FastDeploy's own server instead.
-=======
-Beside the OpenAI endpoints, /health and /metrics, POST /reset_prefix_cache forgets the blocks of device and host tier,
-with ?reset_external=true the stored ones, too. GET /debug/check proves the invariants of the cache and, when idle, that
-nothing leaked. GET /debug/cache shows which blocks are in which tier, GET /debug/requests the times of requests.
-The request fields are those of OpenAI's API and of FastDeploy: docs/lab/server.md lists them.
-On a GPU start FastDeploy's own server instead.
->>>>>>> 69e6d9a9 (The demo's page shows times and a map of the tiers, in a page to look at)
 """
 
 
