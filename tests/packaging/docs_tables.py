@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastdeploy_kvcache_v1.attention.layouts import FAMILIES
 from fastdeploy_kvcache_v1.config import MIB
@@ -16,6 +19,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_rel
 from fastdeploy_kvcache_v1.fastdeploy_integration.refusals import FOREIGN, OF_ROLES, REFUSALS
 from fastdeploy_kvcache_v1.fastdeploy_integration.swap_space import num_host_blocks
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import activation
+from fastdeploy_kvcache_v1.lab.server.field_names import IGNORED
+from fastdeploy_kvcache_v1.lab.server.request_fields import REFUSED, ChatBody, CompletionBody
 from fastdeploy_kvcache_v1.lab.server.settings import FLAGS
 from tests.telemetry.metrics_page import metrics
 
@@ -116,6 +121,47 @@ def flags(group: str) -> Iterator[str]:
             yield f"| `{name}{value}` | {flag.full_help} | {flag.fastdeploy} |"
 
 
+def read_fields() -> Iterator[str]:
+    yield "| field | type and default | meaning |"
+    yield "|---|---|---|"
+    fields = CompletionBody.model_json_schema()["properties"] | ChatBody.model_json_schema()["properties"]
+    for name, schema in sorted(fields.items()):
+        default = schema.get("default")
+        given = "" if default is None or isinstance(default, dict) else f", {json.dumps(default)}"
+        only = [kind for kind in (CompletionBody, ChatBody) if name in kind.model_fields]
+        where = "" if len(only) == 2 else "Completions only. " if only[0] is CompletionBody else "Chats only. "
+        meaning = f"{where}{' '.join(schema.get('description', '').split())}".strip()
+        yield f"| `{name}` | {_type(schema)}{given} | {meaning} |"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Of a JSON schema, with its bounds."""
+    kinds = schema.get("anyOf", [schema])
+    names = []
+    for kind in kinds:
+        if "enum" in kind:
+            names.append(", ".join(map(str, kind["enum"])))
+        elif kind.get("type") == "array":
+            names.append(f"list of {_type(kind['items'])}s")
+        elif kind.get("type") != "null":
+            least, most = kind.get("minimum"), kind.get("maximum")
+            bounds = "" if least is None else f" from {least:g}" if most is None else f" from {least:g} to {most:g}"
+            names.append(kind.get("type", "object") + bounds)
+    return " or ".join(names)
+
+
+def refused_fields() -> Iterator[str]:
+    yield "| field | allowed values | instead |"
+    yield "|---|---|---|"
+    for name, (neutral, advice) in REFUSED.items():
+        allowed = ", ".join(f"`{json.dumps(value)}`" for value in (None, *neutral))
+        yield f"| `{name}` | {allowed} | {advice} |"
+
+
+def ignored_fields() -> Iterator[str]:
+    yield from textwrap.wrap(", ".join(f"`{name}`" for name in sorted(IGNORED)), 100)
+
+
 GROUPS_OF_FLAGS = ("cache", "storage", "prefill and decode", "server", "model")
 
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
@@ -124,6 +170,9 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "refusals": ("reference/refusals.md", refusals),
     "metrics": ("reference/metrics.md", metrics),
     "families": ("lab/server.md", families),
+    "fields": ("reference/request-fields.md", read_fields),
+    "refused fields": ("reference/request-fields.md", refused_fields),
+    "ignored fields": ("reference/request-fields.md", ignored_fields),
     **{f"flags of {group}": ("reference/flags.md", partial(flags, group)) for group in GROUPS_OF_FLAGS},
 }
 """By the name in the marks: the page, and the lines."""

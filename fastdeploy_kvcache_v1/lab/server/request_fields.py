@@ -69,15 +69,19 @@ class GenerationBody(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
 
     model: str | None = None
+    """Any name without `--served-model-name`. With it, that name or `default`."""
     temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
+    """0 is greedy. FastDeploy's default is the model's."""
     top_p: float = Field(default=1.0, ge=0, le=1)
+    """FastDeploy's default is the model's, else 0.7."""
     top_k: int = Field(default=0, ge=-1)
     """0 and -1 take all tokens."""
     min_p: float = Field(default=0.0, ge=0, le=1)
+    """0 takes all tokens."""
     seed: int | None = Field(default=None, ge=-SEED_LIMIT - 1, le=SEED_LIMIT)
+    """Any 64-bit integer, random by default. Other tokens than FastDeploy's, unless greedy."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], WithJsonSchema(Texts)] = Field(default_factory=list)
-    """The text ends before the first of these strings."""
+    """The text ends before the first of these strings. FastDeploy takes five of up to eight tokens."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions(include_usage=False)
     """If given, `include_usage` is true by default."""
@@ -86,13 +90,14 @@ class GenerationBody(BaseModel):
 
     # Extensions, as in FastDeploy and other servers.
     prompt_token_ids: list[int] = Field(default_factory=list)
-    """Takes the place of the prompt or the messages, unless it is empty."""
+    """Takes the place of prompt or messages, unless it is empty."""
     min_tokens: int = Field(default=0, ge=0)
     """Before so many output tokens the model cannot end, and stops are ignored."""
     ignore_eos: bool = False
+    """End tokens do not end the output. Unknown to FastDeploy."""
     stop_token_ids: list[int] = Field(default_factory=list)
     return_token_ids: bool = False
-    """Add the token ids of prompt and output to the answer."""
+    """Add `prompt_token_ids` and `completion_token_ids` to choice, message or delta, and `token_ids` to the choice."""
 
     cache_salt: str = Field(default="", min_length=1, max_length=1024)
     """Only requests with the same salt share cached blocks."""
@@ -104,7 +109,7 @@ class GenerationBody(BaseModel):
     """Skip both reading and writing."""
 
     user: str | None = None
-    """The session in a recorded trace."""
+    """The session in a recorded trace. Not part of the answer's `id`, as with FastDeploy."""
 
     _unknown: tuple[UnknownField, ...] = PrivateAttr(default=())
 
@@ -175,6 +180,7 @@ class GenerationBody(BaseModel):
 
 class CompletionBody(GenerationBody):
     prompt: str | list[int] | None = None
+    """A text or token ids, or a list of one such prompt. FastDeploy takes several."""
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -233,9 +239,13 @@ class Message(BaseModel):
 
 class ChatBody(GenerationBody):
     messages: list[Message] = Field(default_factory=list)
+    """Text, and images for the random model. No tool calls."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Wins over `max_tokens`."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+    """Ignored. A request field in it is refused, because FastDeploy reads it there."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, `enable_thinking` for example."""
     reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
 
     @model_validator(mode="after")

@@ -1,17 +1,13 @@
 """A client of FastDeploy can talk to this server: what it sends is served, ignored, or refused with a reason."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from fastdeploy_kvcache_v1.lab.server.field_names import IGNORED
-from fastdeploy_kvcache_v1.lab.server.request_fields import REFUSED, ChatBody, CompletionBody
+from fastdeploy_kvcache_v1.lab.server.request_fields import REFUSED
 from tests.lab.server.harness import expected_outputs
 from tests.lab.server.random_text import BOS, END, EOS
 from tests.lab.server.served import chunks_of, error_of, running
 
-DOCS = Path(__file__).parents[3] / "docs" / "lab" / "server.md"
 HELLO = [BOS, *b"hello"]
 
 
@@ -183,15 +179,3 @@ def test_fields_of_the_chat_template_are_accepted(server):
     given = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
     assert server.chat(**given).status_code == 200
     assert server.chat(reasoning_effort="none at all").status_code == 400
-
-
-def documented_fields():
-    """Names in the first column of the table of request fields."""
-    section = DOCS.read_text(encoding="utf-8").split("## Request fields", 1)[1].split("\n## ", 1)[0]
-    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
-
-
-def test_docs_list_every_field_once():
-    known = {*CompletionBody.model_fields, *ChatBody.model_fields, *REFUSED, *IGNORED}
-    assert sorted(documented_fields()) == sorted(known)
