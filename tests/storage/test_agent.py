@@ -124,7 +124,7 @@ def test_memory_is_registered_with_each_new_connection(machine):
     assert registered == [memory, memory, other]
 
 
-def test_memory_that_cannot_be_registered_is_an_error_and_leaves_no_connection(machine):
+def test_memory_that_cannot_be_registered_leaves_no_connection(machine):
     server = machine()
     server.agents[0].use(server.memory[0], SlotMemory(memoryview(bytearray(VALUE_BYTES)), VALUE_BYTES))
 

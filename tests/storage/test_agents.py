@@ -51,7 +51,7 @@ def test_loads_end_at_the_first_block_that_is_missing(machine):
     assert (loaded.num_arrived, loaded.error) == (0, None)
 
 
-def test_each_rank_moves_its_part_and_a_block_is_there_when_all_have_stored_it(machine):
+def test_block_is_found_when_every_rank_has_stored_its_part(machine):
     server = machine(ranks=2)
     assert [(done.rank, done.num_written) for done in server.store(*BLOCKS)] == [(0, 4), (1, 4)]
     server.commit(*BLOCKS)

@@ -87,7 +87,7 @@ def fail():
         ({"write": {"crash": "segment"}}, r"the attention store failed: RuntimeError\('segment'\)"),
     ],
 )
-def test_the_attention_store_is_tried_with_blocks_of_a_namespace_of_their_own(sdk_store, faults, line):
+def test_attention_store_is_tried_with_a_namespace_of_its_own(sdk_store, faults, line):
     set_faults(sdk_store, **faults)
     if line is None:
         trial.try_attention_store()

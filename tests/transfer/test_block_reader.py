@@ -89,7 +89,7 @@ def test_jobs_are_read_in_order_over_one_source(plane, reader, monkeypatch):
     assert plane.begun.empty()
 
 
-def test_a_cancel_ends_what_is_read_and_what_waits_and_leaves_other_leases_alone(plane, reader):
+def test_cancel_ends_running_and_waiting_reads_of_its_lease_only(plane, reader):
     for lease in ("a", "b", "a", "c"):
         reader.submit(job(lease))
     assert plane.saw(2) == [OPEN, read("a")]

@@ -71,7 +71,7 @@ def test_memory_that_cannot_be_given_back_keeps_nobody_waiting(world, mine):
         peer.plane._presence = None
 
 
-def test_a_peer_that_dies_under_a_copy_fails_the_read_and_nothing_of_it_is_touched_again(world, mine, monkeypatch):
+def test_peer_that_dies_under_a_copy_fails_the_read_and_is_not_read_again(world, mine, monkeypatch):
     with world.own_peer() as peer:
         source, copy = mine.open(peer), mine.plane._memory.copy
 

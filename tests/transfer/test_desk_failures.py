@@ -169,7 +169,7 @@ def test_an_unequal_cache_is_refused_and_the_lease_ends_with_the_reason(ranks):
     assert decode.desk.num_links == 0
 
 
-def test_a_peer_that_is_not_there_ends_the_lease_and_a_later_one_is_tried_again(ranks):
+def test_unreachable_peer_ends_the_lease_and_a_later_lease_tries_again(ranks):
     prefill = ranks(PrefillRank)
     prefill.offer("l", [0], 7)
     until(lambda: prefill.done, prefill)
@@ -197,7 +197,7 @@ FROM_PREFILL = Offer("l", "stranger's", [1], 1)
         ("prefill", [b""]),
     ],
 )
-def test_a_peer_that_breaks_the_protocol_loses_its_link_and_what_hangs_on_it(ranks, side, messages):
+def test_peer_that_breaks_the_protocol_loses_its_link_and_its_leases(ranks, side, messages):
     prefill, other, decode = ranks(PrefillRank), ranks(PrefillRank, seed=2), ranks(DecodeRank)
     prefill.offer("mine", [0], decode.port)
     decode.desk.fetch("mine", [3])

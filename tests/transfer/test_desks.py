@@ -109,7 +109,7 @@ def test_a_fetch_waits_for_its_step_and_for_the_uses_of_its_slots(pair):
     assert decode.hazards.before(Actor.SWAP_OUT, reads=[4, 5]) == []
 
 
-def test_a_fetch_that_is_cancelled_early_does_not_hide_what_still_uses_its_slots(pair):
+def test_fetch_cancelled_early_keeps_earlier_uses_of_its_slots(pair):
     _, decode = pair
     running = CpuEvent()
     decode.hazards.after(Actor.COMPUTE, running, writes=[4])
@@ -162,7 +162,7 @@ def test_a_lease_holds_what_is_complete_from_writers_and_from_nobody_else(pair):
 
 
 @pytest.mark.parametrize("names_come_once", [True, False])
-def test_an_offer_for_a_request_that_is_not_wanted_any_more_ends_at_once_where_names_come_once(ranks, names_come_once):
+def test_offer_for_a_cancelled_request_ends_at_once_with_unique_names(ranks, names_come_once):
     prefill, decode = ranks(PrefillRank), ranks(DecodeRank, names_come_once=names_come_once)
     decode.desk.fetch("failed", [1])
     decode.desk.cancel("failed", "no room")

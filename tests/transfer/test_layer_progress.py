@@ -55,7 +55,7 @@ def test_a_chunk_that_completes_no_block_is_not_told():
     assert told == [("a", end, layer) for end in (2, 5) for layer in range(1, LAYERS + 1)]
 
 
-def test_what_failed_is_not_told_complete_and_what_ended_is_not_told_at_all():
+def test_failed_chunk_is_not_told_complete_and_ended_lease_not_at_all():
     made, told = progress()
     compute(made, [("a", 2), ("b", 2)], computed=["b"])
     assert ("a", 2, LAYERS) not in told

@@ -195,7 +195,7 @@ def test_a_connection_that_does_not_begin_with_hello_is_closed(serve, first):
     assert inbox.empty()
 
 
-def test_connections_that_say_nothing_hold_up_nobody_until_there_are_too_many(serve, monkeypatch):
+def test_silent_connections_block_no_other_until_there_are_too_many(serve, monkeypatch):
     monkeypatch.setattr(link_server, "MAX_HANDSHAKES", 3)
     server, inbox = serve(handshake_s=30.0)
     silent = [socket.create_connection((HOST, server.port)) for _ in range(2)]

@@ -100,7 +100,7 @@ def test_another_protocol_is_refused(world):
         mine.plane.open(msgspec.msgpack.encode([kind, "rdma", *rest]), soon())
 
 
-def test_an_engine_serves_and_each_source_has_one_of_its_own_that_ends_with_it(world, monkeypatch):
+def test_each_source_has_an_engine_of_its_own_that_ends_with_it(world, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_REGISTRATION", 1 << 20)
     with world.ours() as mine:
         serving = mine.plane._serving

@@ -85,7 +85,7 @@ def test_only_blocks_of_an_open_lease_are_readable(mine, peer, lease, spans, is_
 
 
 @pytest.mark.parametrize(("event", "reason"), [("revoke", "the lease ended while"), ("overwrite", "checksum mismatch")])
-def test_what_happens_to_a_lease_between_its_bytes_and_their_end_fails_the_read(mine, peer, monkeypatch, event, reason):
+def test_lease_that_changes_before_the_end_of_its_bytes_fails_the_read(mine, peer, monkeypatch, event, reason):
     of_buffers = read_server.checksum_of
 
     def checksum_of(buffers):

@@ -140,7 +140,7 @@ def test_a_copy_that_never_ends_is_not_waited_for_for_ever(machine, what):
     assert done.quiet_after_s == 0
 
 
-def test_what_was_reserved_in_an_earlier_device_tier_is_neither_filled_nor_stored(machine):
+def test_blocks_reserved_in_an_earlier_device_tier_are_not_moved(machine):
     """A task may be late: what is in the new tier has nothing to do with the tokens that it names."""
     server, before = machine(), time.monotonic()
     (agent,) = server.agents

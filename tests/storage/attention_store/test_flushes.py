@@ -35,7 +35,7 @@ def settle(made):
     return index
 
 
-def test_a_request_that_ended_is_announced_from_its_first_block_on_and_nothing_moves():
+def test_ended_request_is_announced_from_its_first_block_without_moves():
     made = server()
     made.arrive("r", "abcd!")
     made.compute("abc!")
@@ -93,7 +93,7 @@ def test_statements_are_made_again_in_order_until_the_store_takes_them():
     assert made.tier.seconds_to_next_deadline() is None
 
 
-def test_statements_that_a_broken_store_does_not_take_are_bounded_and_counted(monkeypatch):
+def test_updates_that_a_broken_store_refuses_are_bounded_and_counted(monkeypatch):
     monkeypatch.setattr(flushes, "MOST_WAITING", 3)
     made = server()
     for letter in "abcdef":  # the first one is never answered

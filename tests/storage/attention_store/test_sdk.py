@@ -69,7 +69,7 @@ def test_a_cache_that_the_interface_cannot_describe_is_refused(roles):
     require_layout(layout(("key", 8), ("value", 8)))
 
 
-def test_the_identity_has_fastdeploys_defaults_and_the_digest_of_all_that_decides_the_bytes(sdk_store, monkeypatch):
+def test_identity_has_fastdeploys_defaults_and_the_namespace_digest(sdk_store, monkeypatch):
     for name in ("AS_NAMESPACE", "AS_POD_NAME", "AS_MODEL_VERSION", "ENABLE_EP_DP_IN_FD"):
         monkeypatch.delenv(name, raising=False)
     connect()
@@ -84,7 +84,7 @@ def test_the_identity_has_fastdeploys_defaults_and_the_digest_of_all_that_decide
     assert made()[1] == ("ours", "pod", version, 1, 2, 2, BLOCK_SIZE, KEY_BYTES, 0, 0, {})
 
 
-def test_on_a_gpu_the_sdk_gets_the_bytes_of_key_and_value_and_its_kind_of_attention(sdk_store):
+def test_sdk_gets_bytes_of_key_and_value_and_the_attention_on_a_gpu(sdk_store):
     connect(on_gpu=True)
     *identity, key, value, device, data_parallel, options = made()[0]
     assert identity[3:] == [0, 1, 2, BLOCK_SIZE]

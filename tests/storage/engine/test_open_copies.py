@@ -22,7 +22,7 @@ def test_what_failed_on_one_rank_is_not_filled():
     assert copies.reported(0, ended(1)) == [(1, [6])]
 
 
-def test_a_slot_that_a_later_step_fills_again_is_not_filled_by_the_earlier_one():
+def test_slot_that_a_later_step_fills_is_not_filled_by_the_earlier_one():
     copies = OpenCopies(1)
     copies.told(step(0, out=[5, 6]))
     copies.told(step(1, out=[5]))
@@ -30,7 +30,7 @@ def test_a_slot_that_a_later_step_fills_again_is_not_filled_by_the_earlier_one()
     assert copies.still_filled(0, [5, 6]) == {6}
 
 
-def test_what_may_be_lost_on_its_way_is_never_filled_and_open_until_a_later_step_is_known_to_have_arrived():
+def test_step_that_may_be_lost_stays_open_until_a_later_step_arrives():
     copies = OpenCopies(1)
     copies.told(step(0, out=[5]))
     copies.forget_filled(None)

@@ -75,7 +75,7 @@ def test_what_computing_costs_is_asked_for_the_missing_blocks() -> None:
     ("begin", "end", "num_tokens", "count"),
     [(0, 10, 10 * BLOCK + 1, 4), (0, 10, 10 * BLOCK + 16, 3), (0, 10, 11 * BLOCK + 48, 0), (7, 10, 10 * BLOCK + 1, 3)],
 )
-def test_now_and_then_the_end_of_a_prompt_is_computed_until_it_is_known_what_that_costs(
+def test_end_of_some_prompts_is_computed_until_its_cost_is_known(
     begin: int, end: int, num_tokens: int, count: int
 ) -> None:
     costs = costs_of(1.0, None)
@@ -107,7 +107,7 @@ def costs_like(costs: StoreCosts, saved_s: float) -> StoreCosts:
     return costs
 
 
-def test_a_hopeless_store_is_tried_now_and_then_and_one_fast_trial_is_believed() -> None:
+def test_slow_store_is_probed_now_and_then_and_one_fast_probe_counts() -> None:
     costs = costs_of(1e6, 1.0)
     assert [costs.declined() for _ in range(3 * PROBE_EVERY)] == ([False] * (PROBE_EVERY - 1) + [True]) * 3
     costs.not_tried()

@@ -95,7 +95,7 @@ def test_what_is_too_short_is_neither_asked_for_nor_loaded(engine, num_tokens, s
     assert made.tier.may_start("r") == (not num_loads)
 
 
-def test_nothing_is_fetched_before_there_is_a_namespace_or_for_who_does_not_read(engine):
+def test_nothing_is_fetched_without_a_namespace_or_without_read_access(engine):
     made = engine()
     made.tier.forget_namespace()
     made.arrive("r", "abc!")
@@ -106,7 +106,7 @@ def test_nothing_is_fetched_before_there_is_a_namespace_or_for_who_does_not_read
     assert made.link.queries == []
 
 
-def test_two_pieces_are_under_way_and_behind_a_block_that_is_missing_nothing_is_loaded(engine):
+def test_two_pieces_load_at_once_and_none_behind_a_missing_block(engine):
     made = engine(host=1024, device=1024)
     made.arrive("r", LONG, 199)
     first, second = made.loads
@@ -140,7 +140,7 @@ def test_a_quarter_of_the_tier_is_filled_at_a_time(engine):
     assert sum(len(load.slots) for load in made.loads) == 64
 
 
-def test_what_has_arrived_for_a_request_is_not_pushed_out_for_another_one_before_it_starts():
+def test_arrived_blocks_of_a_waiting_request_are_not_evicted_for_another():
     """Each prefix has 12 blocks, and 24 of the host tier's 32 are filled ahead."""
     made = host(host=32)
     for name in "abc":
@@ -154,7 +154,7 @@ def test_what_has_arrived_for_a_request_is_not_pushed_out_for_another_one_before
     assert [load.path[0] for load in made.loads] == ["a", "b", "c"]
 
 
-def test_requests_that_share_a_prefix_as_large_as_fits_need_not_wait_for_each_other():
+def test_requests_with_one_prefix_that_just_fits_do_not_wait_in_turn():
     made = host(host=32)
     for name in "rst":
         made.arrive(name, "a" * 25, 24)
@@ -229,7 +229,7 @@ def test_running_requests_keep_an_eighth_of_the_device_tier_to_grow_into():
     ("wanted", "given_back"),
     [(11, False), (12, True)],
 )
-def test_slots_that_wait_for_a_batch_are_given_back_to_the_request_that_is_short_of_them(wanted, given_back):
+def test_slots_that_wait_for_a_batch_go_back_to_a_request_short_of_them(wanted, given_back):
     """16 slots: 2 are kept to grow into, 3 are lent once the workers are told of the step that used them."""
     made = device(device=16)
     made.manager.match_prefix("runs", Prompt(LONG[:16]))
@@ -253,7 +253,7 @@ def test_slots_that_wait_for_a_batch_are_given_back_to_the_request_that_is_short
         assert [load.path for load in made.loads] == ["xyz"], "nothing is left of the first one"
 
 
-def test_loads_that_wait_for_the_batch_after_a_lost_one_keep_no_request_from_it(monkeypatch):
+def test_loads_that_wait_for_a_batch_hold_up_no_request_after_a_lost_one(monkeypatch):
     made = device(device=16)
     made.manager.match_prefix("runs", Prompt(LONG[:4]))
     made.manager.allocate("runs", 4)
@@ -271,7 +271,7 @@ def test_loads_that_wait_for_the_batch_after_a_lost_one_keep_no_request_from_it(
     assert made.tier.may_start("r")
 
 
-def test_stores_that_wait_for_the_batch_after_a_lost_one_begin_again_after_it(monkeypatch):
+def test_stores_that_wait_for_a_batch_begin_again_after_a_lost_one(monkeypatch):
     """What the store reads already goes on."""
     made = device(device=16)
     made.report(made.compute(LONG[:2]))
@@ -331,7 +331,7 @@ def measured(made, num_blocks, seconds):
         made.tier.request_left(text)
 
 
-def test_a_request_does_not_wait_for_what_is_sooner_computed_and_one_tries_now_and_then(engine):
+def test_request_computes_what_is_sooner_computed_and_some_probe_the_store(engine):
     made = engine(host=4096, device=4096)
     measured(made, 32, 32.0)
     asked = iter(range(1000))
@@ -383,7 +383,7 @@ def test_what_is_counted(engine):
 # ---- stores
 
 
-def test_blocks_are_stored_when_all_ranks_have_them_and_committed_when_all_have_stored_them(engine):
+def test_blocks_are_stored_and_committed_when_all_ranks_are_ready(engine):
     made = engine()
     step = made.compute("abc!")
     assert made.stores == []
@@ -402,7 +402,7 @@ def test_blocks_are_stored_when_all_ranks_have_them_and_committed_when_all_have_
     made.check_idle()
 
 
-def test_what_is_under_way_at_a_reset_ends_in_its_namespace_and_is_not_committed():
+def test_stores_under_way_at_a_reset_keep_their_namespace_uncommitted():
     """Ranks take commands in order: what they were told before a new namespace, they do in the old one."""
     made = host()
     made.report(made.compute("abc!"))
@@ -424,7 +424,7 @@ def test_what_is_under_way_at_a_reset_ends_in_its_namespace_and_is_not_committed
 
 
 @pytest.mark.parametrize("first", [{"error": "disk full"}, {"num_refused": 2}])
-def test_blocks_that_one_rank_could_not_store_are_not_committed_and_the_next_are(first):
+def test_blocks_that_one_rank_failed_to_store_are_not_committed(first):
     made = host()
     for text in ("abc!", "xyz!"):
         made.report(made.compute(text))
@@ -453,7 +453,7 @@ def test_two_pieces_are_stored_at_a_time(kind, num_blocks, sizes):
     made.check_idle()
 
 
-def test_pieces_of_a_path_go_one_after_the_other_each_an_eighth_of_the_device_tier():
+def test_pieces_of_a_path_go_in_turn_by_an_eighth_of_the_device_tier():
     made = device(device=64)
     made.report(made.compute(LONG[:41]))
     while not made.tier.is_idle:
@@ -517,7 +517,7 @@ def test_of_too_many_pieces_that_wait_the_oldest_is_given_up(monkeypatch):
     assert [store.path for store in made.stores] == [LONG[:192], LONG[:199]]
 
 
-def test_what_is_filled_again_while_it_waits_is_not_stored_under_its_old_name():
+def test_slot_filled_again_while_it_waits_is_not_stored_by_its_old_name():
     made = host(host=256)
     filling = made.compute(LONG[:71])
     made.report(filling)
@@ -591,7 +591,7 @@ def begin(made, what, number):
 
 @pytest.mark.parametrize("what", ["load", "store"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_move_that_every_rank_fails_is_one_failure_and_what_is_missed_is_counted(engine, what, num_ranks):
+def test_move_that_every_rank_fails_is_one_failure_with_counted_blocks(engine, what, num_ranks):
     made = engine(ranks=num_ranks)
     for number in range(3):
         assert not made.tier.is_left_alone

@@ -83,7 +83,7 @@ def test_prune_deletes_what_was_not_used_for_so_long(server, storage):
     ("days", "size", "left"),
     [(None, 3, [1, 3, 5]), (0.5, 9, [1, 3, 4, 5]), (0.5, 2, [1, 5]), (None, 0, [])],
 )
-def test_prune_deletes_what_either_limit_deletes_the_least_recently_used_first(server, storage, days, size, left):
+def test_prune_deletes_values_beyond_either_limit_oldest_first(server, storage, days, size, left):
     old, new = server(1, 2, 3), server(4, 5, model="n")
     for backend, number, seconds in ((old, 1, 10), (old, 2, DAY_S), (old, 3, 30), (new, 4, 40), (new, 5, 20)):
         age(backend, number, seconds)

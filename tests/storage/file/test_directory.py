@@ -121,7 +121,7 @@ def remove_tree(root, what):
 
 
 @pytest.mark.parametrize("deleted", ["namespace", "tmp"])
-def test_a_value_is_stored_although_directories_vanish_before_it_is_written(store, monkeypatch, deleted):
+def test_value_is_stored_although_directories_vanish_before_the_write(store, monkeypatch, deleted):
     backend = store()
     make_room = backend._make_room
 
@@ -134,7 +134,7 @@ def test_a_value_is_stored_although_directories_vanish_before_it_is_written(stor
     assert (backend._root / "manifest.json").is_file()
 
 
-def test_a_server_whose_directory_cannot_be_made_again_gets_a_storage_error(store):
+def test_directory_that_cannot_be_made_again_is_a_storage_error(store):
     backend = store()
     shutil.rmtree(backend.directory)
     backend.directory.write_text("a file now")

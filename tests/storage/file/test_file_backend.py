@@ -118,7 +118,7 @@ def small_disk(store, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_is_full_below_the_capacity_goes_on_with_its_newest_values(store, small_disk, caplog, code):
+def test_disk_full_below_the_capacity_keeps_its_newest_values(store, small_disk, caplog, code):
     backend = store()
     disk = small_disk(backend, bytes_in(backend.directory) + 10 * FILE_BYTES, code)
     for number in range(0, 40, 2):

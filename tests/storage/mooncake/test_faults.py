@@ -103,7 +103,7 @@ def test_a_master_that_stands_still_and_goes_on_has_lost_nothing(store, master):
     assert healed(lambda: got(backend, *range(COUNT))) == COUNT
 
 
-def test_a_master_that_was_killed_comes_back_empty_and_the_memory_is_given_again(store, master):
+def test_killed_master_comes_back_empty_and_gets_the_memory_again(store, master):
     backend = store(COUNT)
     put(backend, *range(COUNT))
     master.kill()

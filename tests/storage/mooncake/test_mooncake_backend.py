@@ -137,7 +137,7 @@ def test_the_client_is_set_up_with_the_settings_of_its_rank(cluster, monkeypatch
         ("remove", -1, r"cannot remove 2 values: error \(-1\)"),
     ],
 )
-def test_an_error_of_the_client_is_a_storage_error_and_the_store_works_after_it(store, cluster, call, code, line):
+def test_store_works_after_an_error_of_the_client(store, cluster, call, code, line):
     act = {"put": put, "get": got, "remove": lambda store, *some: store.remove(keys(*some))}.get(
         call, lambda store, *some: store.count_stored(keys(*some))
     )

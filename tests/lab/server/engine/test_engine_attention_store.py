@@ -97,7 +97,7 @@ def test_what_would_follow_a_block_on_the_host_is_not_asked_for():
 # ---- where only its index is told what the engine has
 
 
-def test_a_request_that_ended_is_announced_from_its_first_block_on_and_nothing_moves():
+def test_ended_request_is_announced_from_its_first_block_without_moves():
     server = AttentionStoreServer(flush_only=True)
     assert server.ask("first", PROMPT) == 0
     (told,) = server.store.stated
