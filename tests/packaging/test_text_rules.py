@@ -98,6 +98,7 @@ def test_page_that_breaks_a_rule_is_found_with_its_line(page, text, expected):
         f"<!-- table: begin -->\n{LONG}\n<!-- table: end -->",
         "| a | `b|c` | c |\n" + "| " + "x" * 90 + r" | `b|c` \| d | c |",
         f"{LONG[:95]}\n| a | b |\n{LONG[:95]}",
+        f"1. Table:\n\n   | {LONG[:65]} | {LONG[:65]} |",
         "- [" + "x" * 60 + "](" + "y" * 60 + ")",
         "[name]: https://" + "x" * 90,
         "`worker/cuda/`, `dist/`, `cache_manager.CacheManager`",

@@ -95,7 +95,7 @@ def _page(path: Path) -> Iterator[Hit]:
 
 def _cannot_be_broken(line: str) -> bool:
     """A row of a table of at most three columns, or a link alone."""
-    if line.startswith("|"):
+    if line.lstrip().startswith("|"):
         return len(re.findall(r"(?<!\\)\|", SPAN.sub("", line))) <= 4
     return " " not in REFERENCE.sub("", ONE_WORD.sub("X", ITEM.sub("", line)))
 
@@ -153,11 +153,12 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
         item = ITEM.match(line)
         empty = not line.strip() or line.startswith(("#", "<"))
         indented = line.startswith("    ") and not listed and (indented or not lines)
-        if lines and (empty or indented or item or line.startswith("|")):
+        row = line.strip() if line.lstrip().startswith("|") else ""
+        if lines and (empty or indented or item or row):
             yield start, "\n".join(lines)
             lines = []
-        if line.startswith("|"):
-            yield from ((number, cell.strip()) for cell in line.strip("|").split("|"))
+        if row:
+            yield from ((number, cell.strip()) for cell in row.strip("|").split("|"))
         elif not (empty or indented):
             start = start if lines else number
             listed = bool(item) or (listed and line.startswith(" "))
