@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "A request goes to the decode server with the fewest open requests, which has the prompt computed by the "
         "prefill server with the fewest. Without a prefill server that answers, decode servers compute prompts "
-        "themselves. GET /health shows which servers answer. SIGTERM lets open requests end."
+        "themselves. GET /health shows which servers answer. After SIGTERM, open requests end first."
     )
     parser.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="servers with --role prefill")
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="servers with --role decode")
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="a decode server without a byte of an answer for so long has lost the request; an answer that is not "
-        "streamed is silent until it is complete (%(default)g)",
+        help="time without a byte of an answer after which the router gives up a decode server's request; an answer "
+        "that is not streamed has none until it is complete (%(default)g)",
     )
 
 

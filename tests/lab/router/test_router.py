@@ -459,7 +459,7 @@ def test_the_help_says_what_a_router_does_and_needs(capsys):
     with pytest.raises(SystemExit):
         main(["router", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "GET /health shows which servers answer. SIGTERM lets open requests end." in said
+    assert "GET /health shows which servers answer. After SIGTERM, open requests end first." in said
     assert "listen on (127.0.0.1)" in said
     assert "until it is complete (300)" in said
 
