@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -51,7 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR  # not reached: parse_args ends the process
     try:
         with needed_by(command.name, command.extras):
-            return _run(command, words[1:])
+            status = _run(command, words[1:])
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError:
+        if command.extras:  # it has other pipes than its output
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # its reader, such as `head`, has ended
+        return 0
     except KVCacheError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR

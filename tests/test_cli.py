@@ -1,6 +1,8 @@
 """The command line: which module answers, and one line for what the user got wrong."""
 
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
@@ -84,3 +86,15 @@ def test_an_import_that_is_a_bug_of_ours_keeps_its_traceback(monkeypatch, missin
     monkeypatch.setattr("fastdeploy_kvcache_v1.lab.replay.run", lambda args: importlib.import_module(missing))
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         cli.main(["replay", "trace"])
+
+
+@pytest.mark.process
+def test_report_whose_reader_has_ended_is_no_error():
+    """As `doctor | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "doctor"], stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
