@@ -24,7 +24,7 @@ class TierSnapshot:
     cached: int
     """Blocks of the prefix tree, and blocks that were forgotten while a request used them."""
     private: int
-    """Blocks that are lent, that a load fills, or that a request has not committed."""
+    """Blocks that are lent, filled by a load, or computed by a request and not committed yet."""
     draining: int
     """Blocks without an owner that a store still reads."""
     held: int

@@ -10,7 +10,6 @@ from .text_rules import PACKAGE, ROOT, WORDS_OF_CHANGELOG, WORDS_OF_PAGES, files
 NOT_YET = {
     "fastdeploy_kvcache_v1/fastdeploy_integration/disaggregation",
     "fastdeploy_kvcache_v1/fastdeploy_integration/engine",
-    "fastdeploy_kvcache_v1/lab/demo",
     "fastdeploy_kvcache_v1/lab/model",
     "fastdeploy_kvcache_v1/lab/replay",
     "fastdeploy_kvcache_v1/lab/router",

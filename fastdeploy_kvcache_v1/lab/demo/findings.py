@@ -1,4 +1,4 @@
-"""What the results say, in sentences."""
+"""Findings of the demo, in sentences."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TIERS = ("device", "host", "disk")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a server said after a request."""
+    """The state of a server after a request."""
 
     answer: Answer
     sources: tuple[int, int, int, int]
@@ -128,4 +128,4 @@ def _blocks_of(runs: list[dict[str, Any]], prompt: str | None) -> Iterator[dict[
 
 
 Results = Mapping[str, list[Seen]]
-"""What was seen so far in each set-up, by its name, in the order of `scenario.ASKED`."""
+"""By the name of the set-up: its requests so far, in the order of `scenario.ASKED`."""

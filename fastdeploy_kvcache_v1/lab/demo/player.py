@@ -28,7 +28,7 @@ NO_BREAK_SPACE = "\u00a0"
 
 
 class DemoServer(NamedTuple):
-    """How to start one, whatever the set-up."""
+    """How to start a server, in every set-up."""
 
     model: Path | None
     """None is the random model."""

@@ -223,13 +223,13 @@ def _add_service_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
 
     @readable(app, "/debug/cache")
     def debug_cache(blocks: Annotated[int, Query(ge=0, le=MOST_BLOCKS)] = 1024) -> dict[str, Any]:
-        """Embedded server only: which runs are in which tier, see `CacheManager.snapshot`. A thread of its own asks."""
+        """Show which blocks are in which tier: at most `blocks` of them, without texts, tokens and hashes."""
         storage = engine.core.storage
         return asdict(engine.core.manager.snapshot(blocks, stored=() if storage is None else storage.known))
 
     @readable(app, "/debug/requests")
     async def debug_requests(limit: Annotated[int, Query(ge=0, le=MOST_KEPT)] = 32) -> dict[str, Any]:
-        """Embedded server only: where the time of open and of the last requests went, see `RequestReport`."""
+        """Show the times of open requests and of the last ones that ended, in seconds."""
         reports = await _on_engine(engine, lambda core: core.requests(limit))
         return {"requests": [report._asdict() for report in reports]}
 
