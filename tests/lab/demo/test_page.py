@@ -42,6 +42,14 @@ def test_a_headline_compares_with_the_server_without_a_cache():
     assert headlines(slow)[0].words == "from the device (no sooner)"
 
 
+def test_a_page_without_a_faster_hit_says_why(tmp_path):
+    found = results()
+    assert "computes next to nothing" not in page(tmp_path, found).read_text()
+    for seen in found[COMPUTED]:
+        seen.answer.first_token_s = 0.2
+    assert "computes next to nothing" in page(tmp_path, found).read_text()
+
+
 def test_the_verdict_counts_what_host_memory_saves():
     assert "computes 3,600 prompt tokens; with host memory behind it, 600" in verdicts(results())[1]
     assert verdicts(results())[2:] == ["All answers are the same in all set-ups"]
