@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import httpx2
@@ -122,8 +123,8 @@ def _blocks_of(runs: list[dict[str, Any]], prompt: str | None) -> Iterator[dict[
     place = next((number for number, run in enumerate(runs) if run["parent"] is None and run["name"] == prompt), None)
     while place is not None:
         run = runs[place]
-        for number in range(run["num_blocks"]):
-            yield {tier: dict(enumerate(run[f"{tier}_slots"])).get(number) for tier in ("device", "host")}
+        for device, host in zip_longest(run["device_slots"], run["host_slots"]):
+            yield {"device": device, "host": host}
         place = next((number for number, below in enumerate(runs) if below["parent"] == place), None)
 
 

@@ -178,7 +178,7 @@ def _time_lines(seen: Sequence[Seen], most: float) -> Figure:
 
 def _time_parts(seen: Seen) -> list[Part]:
     if not seen.times:
-        return [Part(seen.answer.first_token_s, "computed", seconds(seen.answer.first_token_s))]
+        return [Part(seen.answer.first_token_s, "other", seconds(seen.answer.first_token_s))]
     names = ("queue_s", "storage_s", "copies_s", "prefill_s")
     values = [seen.times[name] or 0.0 for name in names]
     values.append(max(0.0, seen.answer.first_token_s - sum(values)))
@@ -221,13 +221,13 @@ def _details(setups: Sequence[Setup], results: Results) -> Iterable[str]:
     answers = (each.answer.text for each in results[COMPUTED])
     said = ((*asked, answer) for asked, answer in zip(ASKED.items(), answers, strict=True))
     yield _folded("Questions and answers", _table(("request", "question", "answer"), said))
-    heads = ("set-up", "request", "prompt tokens", *SOURCE_KINDS, *TIME_WORDS)
+    heads = ("set-up", "request", "tokens", *SOURCE_KINDS, "first token, s", *(f"{kind}, s" for kind in TIME_WORDS))
     numbers = [
-        (name, label, *map("{:,}".format, (sum(each.sources), *each.sources)), *_written(each))
+        (name, label, *(f"{count:,}" for count in (sum(each.sources), *each.sources)), *_written(each))
         for name, seen in results.items()
         for label, each in zip(ASKED, seen, strict=True)
     ]
-    yield _folded("Tokens, and seconds to the first token, in numbers", _table(heads, numbers, first_number=2))
+    yield _folded("Tokens and seconds in numbers", _table(heads, numbers, first_number=2))
     flags = [(setup.name, " ".join(setup.flags)) for setup in setups]
     yield _folded("Flags of each set-up", _table(("set-up", "flags of fastdeploy-kvcache serve"), flags))
     machine = f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
@@ -235,8 +235,9 @@ def _details(setups: Sequence[Setup], results: Results) -> Iterable[str]:
 
 
 def _written(seen: Seen) -> list[str]:
-    parts = {part.kind: part.value for part in _time_parts(seen)}
-    return [f"{parts[kind]:.3f}" if kind in parts else "" for kind in TIME_WORDS]
+    values = {part.kind: part.value for part in _time_parts(seen)}
+    parts = (f"{values[kind]:.3f}" if kind in values else "" for kind in TIME_WORDS)
+    return [f"{seen.answer.first_token_s:.3f}", *parts]
 
 
 def _folded(title: str, inner: str) -> str:
