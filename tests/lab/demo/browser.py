@@ -12,10 +12,10 @@ from contextlib import contextmanager
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-    "--remote-debugging-pipe", "about:blank",
+    "--remote-debugging-pipe",
 )  # fmt: skip
-REQUESTS, ANSWERS = 3, 4
-"""File descriptors of `--remote-debugging-pipe`."""
+PIPES = "3<&{} 4>&{}"
+"""Where `--remote-debugging-pipe` reads requests and writes answers."""
 
 
 def program():
@@ -28,17 +28,10 @@ def browser(profile):
     """`profile`: an empty directory for what it writes."""
     child_reads, requests = os.pipe()
     answers, child_writes = os.pipe()
-
-    def take_pipes():
-        for pipe, number in ((os.dup(child_reads), REQUESTS + 100), (os.dup(child_writes), ANSWERS + 100)):
-            os.dup2(pipe, number)
-        for number in (REQUESTS, ANSWERS):
-            os.dup2(number + 100, number)
-
+    command = [program(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
     process = subprocess.Popen(
-        [program(), f"--user-data-dir={profile}", *FLAGS],
-        preexec_fn=take_pipes,
-        close_fds=False,
+        ["bash", "-c", f'exec "$@" {PIPES.format(child_reads, child_writes)}', "bash", *command],
+        pass_fds=(child_reads, child_writes),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
