@@ -190,7 +190,8 @@ def _time_parts(seen: Seen) -> list[Part]:
 
 def _per_row(results: Results) -> int:
     """Cells in a row of a map, the same for all set-ups: up to six rows of large cells."""
-    most = max(len(_trimmed(cells)) for seen in results.values() for each in seen for cells in each.tiers.values())
+    tiers = [cells for seen in results.values() for each in seen for cells in each.tiers.values()]
+    most = max((len(_trimmed(cells)) for cells in tiers), default=0)
     return next((count for count in range(4, 8) if most <= 6 * count), 8)
 
 

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from ...errors import ConfigError
+from ...telemetry.drawing import ticks
 
 MOST_PAIRS = 4
 COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed")
@@ -47,17 +48,18 @@ def drawn(result: dict[str, Any]) -> str:
     lines = list(_lines(result))
     most = max(blocks for line in lines for blocks, _ in line.points)
     best = max(0.01, *(rate for line in lines for _, rate in line.points))
-    top = math.ceil(best / _step(best)) * _step(best)
+    step = ticks(best, 8)[1]
+    top = math.ceil(best / step) * step
 
     def place(blocks: float, rate: float) -> tuple[float, float]:
         return LEFT + (END - LEFT) * blocks / most, FLOOR - (FLOOR - TOP) * rate / top
 
     body = [f'<text x="{LEFT}" y="16">hit rate: share of the prompt tokens found in the cache</text>']
-    for rate in _ticks(top):
+    for rate in ticks(top, 8):
         _, y = place(0, rate)
         body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{END}"/>')
         body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{100 * rate:.3g}%</text>')
-    for blocks in _ticks(most):
+    for blocks in ticks(most, 8):
         x, _ = place(blocks, 0)
         body.append(f'<text x="{x:.1f}" y="{FLOOR + 20}" text-anchor="middle">{blocks:,.0f}</text>')
     body.append(f'<text x="{(LEFT + END) / 2}" y="{FLOOR + 42}" text-anchor="middle">blocks of both tiers</text>')
@@ -103,13 +105,3 @@ def _fits(run: dict[str, Any], pair: tuple[str, str]) -> bool:
 
 def _pair(run: dict[str, Any]) -> tuple[str, str]:
     return run["options"]["write_policy"], run["options"]["eviction_policy"]
-
-
-def _step(most: float) -> float:
-    """A round distance between ticks, of which up to eight reach `most`."""
-    power = 10.0 ** math.floor(math.log10(most / 8))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * 8 >= most)
-
-
-def _ticks(most: float) -> list[float]:
-    return [number * _step(most) for number in range(int(most / _step(most) + 1e-9) + 1)]

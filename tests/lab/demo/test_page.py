@@ -99,6 +99,8 @@ def test_a_server_that_reports_less_has_a_page_that_says_so(tmp_path):
 def test_the_picture_is_one_svg_and_the_same_for_the_same_results(tmp_path):
     for name in ("one.svg", "other.svg"):
         write_picture(tmp_path / name, results())
+    write_picture(tmp_path / "shorter.svg", results(is_known=False))
+    assert "each tier" not in (tmp_path / "shorter.svg").read_text()
     svg = (tmp_path / "one.svg").read_text()
     assert ET.fromstring(svg.encode()).tag.endswith("svg")
     assert (tmp_path / "other.svg").read_text() == svg
