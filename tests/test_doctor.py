@@ -390,7 +390,7 @@ def test_mooncake_is_tried_out_with_memory_of_others(storage_doctor, tmp_path, m
         monkeypatch.setenv(name, value)
     try:
         status, found = storage_doctor("backend=mooncake")
-        assert (status, found.startswith("   -"), "has no room for a trial" in found) == (0, True, True)
+        assert (status, found.startswith("   -"), "no room for a trial" in found) == (0, True, True)
         give_memory(MooncakeSettings.read(os.environ), 0)
         status, found = storage_doctor("backend=mooncake")
         assert status == 0
