@@ -70,7 +70,7 @@ class CudaIpcSource(OneSidedSource):
 
     def _copy(self, ranges: Ranges, deadline: float) -> None:
         self._stream.begin()
-        by_batch = BATCH in trial.known().ways  # known to hang on some drivers
+        by_batch = BATCH in trial.known().paths  # known to hang on some drivers
         self._stream.submit(partial(self._mapped.memory.copy, self._stream, ranges, by_batch=by_batch))
         try:
             end = self._stream.record_event()

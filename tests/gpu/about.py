@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 def ways_that_are_used() -> dict[str, Any]:
     rates = trial.rates_of(0, ())
-    return {"ways": ", ".join(rates.ways), "left": dict(rates.left)}
+    return {"ways": ", ".join(rates.paths), "left": dict(rates.left)}
 
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.worker.cuda.rates import WAYS
+from fastdeploy_kvcache_v1.worker.cuda.rates import PATHS
 from tests.gpu import suite
 from tests.gpu.in_process import STAND_IN
 
@@ -60,7 +60,7 @@ def results(folder: Path) -> list[dict]:
 
 
 def test_everything_passes(tmp_path):
-    assert suite.WAYS == WAYS
+    assert suite.WAYS == PATHS
     with start(tmp_path, "--suite") as run:
         said, _ = run.communicate(timeout=500)
     found = results(tmp_path)

@@ -1,1 +1,1 @@
-"""CUDA: streams and events by CuPy, the copy kernel and its launcher, the trial of ways to copy."""
+"""CUDA: streams and events by CuPy, the copy kernel and its launcher, the trial of copy paths."""

@@ -154,12 +154,12 @@ class CudaCopies(Copies):
         """The calling thread's GPU, and the release of memory there."""
         reach = max(side.num_rows * side.pitch for pair in self._pairs[True] for side in pair)
         if reach > rates.reach:
-            self.left |= {way: f"tiers of {reach} bytes were not tried" for way in rates.ways if way != SPANS}
-        elif KERNEL in rates.ways:
+            self.left |= {path: f"tiers of {reach} bytes were not tried" for path in rates.paths if path != SPANS}
+        elif KERNEL in rates.paths:
             self._load(cupy)
-        self._ways = tuple(way for way in rates.ways if way not in self.left)
-        if SPANS in rates.left and not self._ways:
-            reasons = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
+        self._paths = tuple(path for path in rates.paths if path not in self.left)
+        if SPANS in rates.left and not self._paths:
+            reasons = "; ".join(f"{path}: {reason}" for path, reason in self.left.items())
             raise ConfigError(
                 f"no copy path is left between this GPU and {reach} bytes of memory ({reasons}): serve "
                 "without a host tier (--swap-space 0)"
@@ -194,18 +194,18 @@ class CudaCopies(Copies):
         return found.pop()
 
     def _copy(self, stream: DriverStream, first: int, end: int, spans: CopySpans, to_device: bool) -> None:
-        latest, way = self._latest[to_device]
+        latest, path = self._latest[to_device]
         if spans is not latest:
-            way = self._begin(stream, spans, to_device)
-        if way == KERNEL:
+            path = self._begin(stream, spans, to_device)
+        if path == KERNEL:
             self._kernels[to_device].launch(stream, first, end)
-        elif way == BATCH:
+        elif path == BATCH:
             rows = self._rows[to_device][first:end, None]
             targets = rows["target"] + (rows["target_pitch"] * spans.targets).view(np.uint64)
             sources = rows["source"] + (rows["source_pitch"] * spans.sources).view(np.uint64)
             sizes = np.repeat(rows["bytes"].astype(np.uint64), len(spans.targets))
             copy_batch(stream, targets.ravel(), sources.ravel(), sizes)
-        elif way == SPANS:
+        elif path == SPANS:
             for target, source, target_pitch, source_pitch, nbytes in self._rows[to_device][first:end].tolist():
                 for of, to, blocks in spans:
                     places = source + of * source_pitch, source_pitch, target + to * target_pitch, target_pitch
@@ -213,13 +213,13 @@ class CudaCopies(Copies):
 
     def _begin(self, stream: DriverStream, spans: CopySpans, to_device: bool) -> str:
         """Choose the path of `spans`; empty without blocks."""
-        blocks, way = len(spans.sources), ""
+        blocks, path = len(spans.sources), ""
         if blocks:
-            way = self._rates.fastest(self._row_bytes, blocks, len(spans), to_device=to_device, among=self._ways)
-        if way == KERNEL:
+            path = self._rates.fastest(self._row_bytes, blocks, len(spans), to_device=to_device, among=self._paths)
+        if path == KERNEL:
             self._kernels[to_device].upload(stream, spans)
-        self._latest[to_device] = spans, way
-        return way
+        self._latest[to_device] = spans, path
+        return path
 
     def close(self) -> None:
         self._kernels.clear()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...contract.messages import CopyPath
 
-KERNEL, BATCH, SPANS = WAYS = ("kernel", "batch", "spans")
+KERNEL, BATCH, SPANS = PATHS = ("kernel", "batch", "spans")
 """One kernel; one cuMemcpyBatchAsync; a cuMemcpy2DAsync per span, which works everywhere."""
 JOINED = 16
 """Blocks per span where neighbours were timed."""
@@ -46,21 +46,21 @@ class Rates:
     """Largest tried tier, in bytes from its first to its last row. Larger tiers use `SPANS` only."""
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def paths(self) -> tuple[str, ...]:
         """Used paths, in order of preference at equal times."""
-        return tuple(way for way in WAYS if way in self.timings) or (SPANS,)
+        return tuple(path for path in PATHS if path in self.timings) or (SPANS,)
 
     def fastest(
         self, row_bytes: Sequence[int], blocks: int, spans: int, *, to_device: bool, among: Collection[str]
     ) -> str:
         """Choose the path of a copy of `blocks` in `spans`, with rows of `row_bytes`."""
-        ways = [way for way in self.ways if way in among]
-        if len(ways) < 2:
-            return ways[0] if ways else SPANS
-        return min(ways, key=lambda way: sum(self._time(way, to_device, each, blocks, spans) for each in row_bytes))
+        paths = [path for path in self.paths if path in among]
+        if len(paths) < 2:
+            return paths[0] if paths else SPANS
+        return min(paths, key=lambda path: sum(self._time(path, to_device, each, blocks, spans) for each in row_bytes))
 
-    def _time(self, way: str, to_device: bool, row_bytes: int, blocks: int, spans: int) -> float:
-        timings = self.timings[way][to_device]
+    def _time(self, path: str, to_device: bool, row_bytes: int, blocks: int, spans: int) -> float:
+        timings = self.timings[path][to_device]
         for low, high in pairwise(timings):
             if low.row_bytes <= row_bytes <= high.row_bytes:
                 part = log(row_bytes / low.row_bytes) / log(high.row_bytes / low.row_bytes)
@@ -68,10 +68,10 @@ class Rates:
         nearest = timings[0] if row_bytes < timings[0].row_bytes else timings[-1]
         return nearest.of_copy(blocks, spans) * max(1.0, row_bytes / nearest.row_bytes)
 
-    def paths(self) -> tuple[CopyPath, ...]:
-        named = dict.fromkeys(self.ways, "") | dict(self.left)
+    def copy_paths(self) -> tuple[CopyPath, ...]:
+        named = dict.fromkeys(self.paths, "") | dict(self.left)
         return tuple(CopyPath(direction, *each) for direction in ("in", "out") for each in named.items())
 
     def describe(self) -> str:
-        left = "; ".join(f"{way}: {reason}" for way, reason in self.left.items())
-        return ", ".join(self.ways) + (f" (not {left})" if left else "")
+        left = "; ".join(f"{path}: {reason}" for path, reason in self.left.items())
+        return ", ".join(self.paths) + (f" (not {left})" if left else "")

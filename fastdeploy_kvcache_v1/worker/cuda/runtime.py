@@ -285,12 +285,12 @@ class CudaRuntime(Runtime):
             return PaddleCopies(device, host)
         use_device(self._device)
         copies = CudaCopies(self._cupy, device, host, self._rates)
-        for way, reason in copies.left.items():
-            logger.warning("copies between GPU and host do not use %s: %s", way, reason)
+        for path, reason in copies.left.items():
+            logger.warning("copies between GPU and host do not use %s: %s", path, reason)
         return copies
 
     def copy_paths(self) -> tuple[CopyPath, ...]:
-        return both_ways("paddle") if chosen() == "paddle" else trial.known().paths()
+        return both_ways("paddle") if chosen() == "paddle" else trial.known().copy_paths()
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
         use_device(self._device)

@@ -25,7 +25,7 @@ from ...errors import ConfigError, ModelFetchError
 from ..ops.copies import CHOICE as OPS
 from .copies import PTX
 from .driver import load_cupy, uuid_of
-from .rates import BATCH, SPANS, WAYS, Rates, Timing
+from .rates import BATCH, PATHS, SPANS, Rates, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +79,13 @@ def rates_of(device: int, row_bytes: Sequence[int]) -> Rates:
     left = _unwanted(release)
     runtime = load_cupy().cuda.runtime
     if runtime.deviceGetAttribute(runtime.cudaDevAttrComputeMode, device):  # 0: any number of processes at once
-        left = dict.fromkeys(WAYS, "the GPU's compute mode admits no second process to try it") | left
-    answers = {way: Answer(reason) for way, reason in left.items()}
-    if todo := [way for way in WAYS if way not in left]:
+        left = dict.fromkeys(PATHS, "the GPU's compute mode admits no second process to try it") | left
+    answers = {path: Answer(reason) for path, reason in left.items()}
+    if todo := [path for path in PATHS if path not in left]:
         key = msgspec.json.encode([_EDITION, uuid_of(device).hex(), release, PTX.read_text().partition("\n")[0], sizes])
         name = hashlib.sha256(key).hexdigest()[:32] if release else ""  # another driver would go unnoticed
         answers |= _answers(name, todo, device, sizes)
-    _known = _rates({way: answers[way] for way in WAYS})
+    _known = _rates({path: answers[path] for path in PATHS})
     logger.info("copies between GPU and host: %s", _known.describe())
     return _known
 
@@ -97,17 +97,17 @@ def _unwanted(release: str) -> dict[str, str]:
     text = os.environ.get(CHOICE, "")
     words = [word for part in text.split(",") if (word := part.strip())]
     names = [word.removeprefix("-") for word in words]
-    forced = [word for word in words if word in WAYS]
-    if len(forced) > 1 or not {*names} <= {*WAYS}:
+    forced = [word for word in words if word in PATHS]
+    if len(forced) > 1 or not {*names} <= {*PATHS}:
         raise ConfigError(
-            f"{CHOICE} must be one of {', '.join(WAYS)}, or exclude some as in -batch,-kernel, got {text}"
+            f"{CHOICE} must be one of {', '.join(PATHS)}, or exclude some as in -batch,-kernel, got {text}"
         )
     left = {}
     if not release and not forced:
         left[BATCH] = f"the driver's release is unknown, and some hang in it: {CHOICE}={BATCH} tries it anyway"
     elif f"{release}.".startswith("580.159.") and not forced:  # it may pass a trial, and hang under load
         left[BATCH] = f"driver {release} is known to hang in it"
-    return left | {way: f"{CHOICE} excludes it" for way in WAYS if (way not in forced if forced else way in names)}
+    return left | {path: f"{CHOICE} excludes it" for path in PATHS if (path not in forced if forced else path in names)}
 
 
 def _rates(answers: Mapping[str, Answer]) -> Rates:
@@ -116,17 +116,17 @@ def _rates(answers: Mapping[str, Answer]) -> Rates:
             f"plain copies between GPU and host give wrong bytes ({answers[SPANS].left}): the machine is broken, "
             "serve on another one"
         )
-    left = {way: answer.left for way, answer in answers.items() if answer.left}
-    live = {way: answer for way, answer in answers.items() if not answer.left}
+    left = {path: answer.left for path, answer in answers.items() if answer.left}
+    live = {path: answer for path, answer in answers.items() if not answer.left}
     if not live:
-        reasons = "; ".join(f"{way}: {reason}" for way, reason in left.items())
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in left.items())
         logger.warning("copies between GPU and host use %s, untried: %s", SPANS, reasons)
         del left[SPANS]
-    timings = {way: answer.timings for way, answer in live.items()}
+    timings = {path: answer.timings for path, answer in live.items()}
     return Rates(timings, left, min((answer.reach for answer in live.values()), default=0))
 
 
-def _answers(name: str, ways: list[str], device: int, sizes: list[int]) -> dict[str, Answer]:
+def _answers(name: str, paths: list[str], device: int, sizes: list[int]) -> dict[str, Answer]:
     """Read the results, or try. Processes of one user take turns, to not slow each other down. Nothing is kept
     without a `name`.
     """
@@ -134,33 +134,33 @@ def _answers(name: str, ways: list[str], device: int, sizes: list[int]) -> dict[
         directory = cache_directory() / "copies"
     except ModelFetchError:
         directory = Path(os.devnull)  # reads and writes fail
-    path = directory / f"{name}.json"
-    answers = _read(path, sizes)
-    if not {*ways} <= {*answers}:
+    file = directory / f"{name}.json"
+    answers = _read(file, sizes)
+    if not {*paths} <= {*answers}:
         with contextlib.ExitStack() as turn:
             with suppress(OSError):
                 directory.mkdir(parents=True, exist_ok=True)
                 fcntl.flock(turn.enter_context(open(directory / "turn", "w", encoding="utf-8")), fcntl.LOCK_EX)
-            answers = _read(path, sizes)  # of another rank meanwhile
-            answers |= {way: _ask(way, device, sizes) for way in ways if way not in answers}
+            answers = _read(file, sizes)  # of another rank meanwhile
+            answers |= {path: _ask(path, device, sizes) for path in paths if path not in answers}
             with suppress(OSError):  # the next start tries again
                 if name:
-                    lasting = {way: answer for way, answer in answers.items() if answer.is_lasting}
-                    path.write_bytes(msgspec.json.encode(lasting))
-    return {way: answers[way] for way in ways}
+                    lasting = {path: answer for path, answer in answers.items() if answer.is_lasting}
+                    file.write_bytes(msgspec.json.encode(lasting))
+    return {path: answers[path] for path in paths}
 
 
-def _read(path: Path, sizes: list[int]) -> dict[str, Answer]:
+def _read(file: Path, sizes: list[int]) -> dict[str, Answer]:
     """Read whole results; a file may be partial, because it is written in place."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Answer])
+        found = msgspec.json.decode(file.read_bytes(), type=dict[str, Answer])
     except (OSError, msgspec.MsgspecError):
         return {}
-    return {way: answer for way, answer in found.items() if answer.is_whole(sizes)}
+    return {path: answer for path, answer in found.items() if answer.is_whole(sizes)}
 
 
-def _ask(way: str, device: int, sizes: list[int]) -> Answer:
-    status, said = run_child(way, device, sizes)
+def _ask(path: str, device: int, sizes: list[int]) -> Answer:
+    status, said = run_child(path, device, sizes)
     last = (said.splitlines() or [""])[-1]
     with suppress(msgspec.MsgspecError):
         answer = msgspec.json.decode(last, type=Answer)
@@ -173,13 +173,13 @@ def _ask(way: str, device: int, sizes: list[int]) -> Answer:
     return Answer(f"its trial ended with {how}{at}", is_lasting=False)
 
 
-def run_child(way: str, device: int, sizes: Sequence[int]) -> tuple[int | None, str]:
+def run_child(path: str, device: int, sizes: Sequence[int]) -> tuple[int | None, str]:
     """Try a path in a process. Returns its status (None: killed after `LIMIT_S`) and its output."""
     # The package's folder comes last on the path: files beside it may have names of the standard library.
     code = (
         f"import sys; sys.path.append({str(Path(__file__).parents[3])!r})\n"
         "from fastdeploy_kvcache_v1.worker.cuda import trial_process\n"
-        f"trial_process.main({way!r}, {device}, {[*sizes]})"
+        f"trial_process.main({path!r}, {device}, {[*sizes]})"
     )
     with open(os.memfd_create("trial"), "w+", encoding="utf-8", errors="replace") as said:
         command = [sys.executable, "-c", code]

@@ -39,7 +39,7 @@ SLACK = 64 << 20
 WIDTHS = ((512,), (4096, 2048), (7, 100), (4112,), (64 << 10,), (256 << 10,))
 """Bytes of a row of each layer."""
 MOST_BLOCKS, MOST_BYTES = 8192, 16 << 20
-"""Of a tier that is compared: 4,000 spans of narrow rows each way."""
+"""Of a tier that is compared: 4,000 spans of narrow rows in each direction."""
 TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2
 """Of a timed copy, which takes twice as much of both tiers."""
 REPEATS = 3
@@ -87,8 +87,8 @@ class _Tiers:
 class _Trial:
     """Trial of one path on one GPU. Its memory is freed with the process."""
 
-    def __init__(self, cupy: Any, way: str, device: int) -> None:
-        self._cupy, self._runtime, self._way = cupy, cupy.cuda.runtime, way
+    def __init__(self, cupy: Any, path: str, device: int) -> None:
+        self._cupy, self._runtime, self._path = cupy, cupy.cuda.runtime, path
         self._into, self._out, self._compute = (CudaStream(device, name) for name in ("in", "out", "compute"))
         self._random = np.random.default_rng(0)
         free, _total = self._runtime.memGetInfo()
@@ -127,9 +127,10 @@ class _Trial:
     def _copies(self, tiers: _Tiers) -> CudaCopies:
         """Make copies by this path alone. Raises `TransferError` if it cannot be used."""
         timings = (Timing(1, 1.0, 1.0),)
-        copies = CudaCopies(self._cupy, tiers.device, tiers.host, Rates({self._way: (timings, timings)}, reach=1 << 62))
-        if self._way in copies.left:
-            raise TransferError(copies.left[self._way])
+        rates = Rates({self._path: (timings, timings)}, reach=1 << 62)
+        copies = CudaCopies(self._cupy, tiers.device, tiers.host, rates)
+        if self._path in copies.left:
+            raise TransferError(copies.left[self._path])
         return copies
 
     def _wrong_bytes(self, copies: CudaCopies, tiers: _Tiers, together: int) -> int:
@@ -212,18 +213,18 @@ def _nanoseconds(copies: CudaCopies, stream: CudaStream, spans: CopySpans, *, to
     return min(found)
 
 
-def try_way(way: str, device: int, row_bytes: Sequence[int]) -> Answer:
-    """Try `way`; any error becomes the answer."""
+def try_path(path: str, device: int, row_bytes: Sequence[int]) -> Answer:
+    """Try `path`; any error becomes the answer."""
     try:
         import cupy
 
-        return _Trial(cupy, way, device).answer(row_bytes)
+        return _Trial(cupy, path, device).answer(row_bytes)
     except Exception as error:  # the edge of the process
         lacks_memory = isinstance(error, MemoryError) or getattr(error, "status", 0) == 2  # cudaErrorMemoryAllocation
         return Answer(f"{error}".partition("\n")[0] or type(error).__name__, is_lasting=not lacks_memory)
 
 
-def main(way: str, device: int, row_bytes: Sequence[int]) -> None:
+def main(path: str, device: int, row_bytes: Sequence[int]) -> None:
     signal.alarm(2 * int(LIMIT_S))  # if the parent has died
-    print(f"\n{msgspec.json.encode(try_way(way, device, row_bytes)).decode()}", flush=True)  # libraries write, too
+    print(f"\n{msgspec.json.encode(try_path(path, device, row_bytes)).decode()}", flush=True)  # libraries write, too
     os._exit(0)  # skips the exit handlers of a broken context

@@ -39,7 +39,7 @@ class Copies(ABC):
         self._num_roles, into = len(device[0]), [*zip(chain(*device), chain(*host), strict=True)]
         self._pairs = {True: into, False: [(of, to) for to, of in into]}
         """By `to_device`: target and source of each role of each layer."""
-        self._rows = {way: np.array([_row(*pair) for pair in pairs], ROW) for way, pairs in self._pairs.items()}
+        self._rows = {into: np.array([_row(*pair) for pair in pairs], ROW) for into, pairs in self._pairs.items()}
         """`_pairs` as tables."""
 
     def layer(self, stream: Any, layer: int, spans: CopySpans, to_device: bool) -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker.cuda import trial, trial_process
-from fastdeploy_kvcache_v1.worker.cuda.rates import BATCH, KERNEL, SPANS, WAYS, Rates
+from fastdeploy_kvcache_v1.worker.cuda.rates import BATCH, KERNEL, PATHS, SPANS, Rates
 from fastdeploy_kvcache_v1.worker.cuda.runtime import CudaRuntime, use_device
 from fastdeploy_kvcache_v1.worker.cuda.trial import CHOICE
 from fastdeploy_kvcache_v1.worker.ops import copies
@@ -56,7 +56,7 @@ class Trials:
         self.asked.append(way)
         if way in self.said:
             return self.said[way]
-        answer = trial_process.try_way(way, device, sizes)
+        answer = trial_process.try_path(way, device, sizes)
         self.gpu.run_all()  # as when a process ends
         self.gpu.broken = 0
         self.gpu.registered.clear()
@@ -82,8 +82,8 @@ def trials(gpu, monkeypatch):
 
 def test_working_copy_ways_are_used_and_timed_at_the_rows_of_the_cache(trials):
     rates = trials.rates([2112, 128, 2 << 20])
-    assert (rates.left, rates.ways, rates.reach) == ({}, WAYS, 1 << 40)
-    for way in WAYS:
+    assert (rates.left, rates.paths, rates.reach) == ({}, PATHS, 1 << 40)
+    for way in PATHS:
         for to_device in (True, False):
             assert [each.row_bytes for each in rates.timings[way][to_device]] == [128, 2112, 8 * KB, 1 << 20]
     assert trial.known() is rates
@@ -116,7 +116,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PATHS)
 @pytest.mark.parametrize("fault", [*IN_PROCESS, *SAID])
 def test_a_way_that_fails_is_not_used_and_the_others_are(trials, way, fault):
     if fault in SAID:
@@ -132,10 +132,10 @@ def test_a_way_that_fails_is_not_used_and_the_others_are(trials, way, fault):
         if (way, fault) == (SPANS, "copies nothing"):
             with pytest.raises(ConfigError, match=r"^plain copies .* \(\d+ wrong bytes.*\): the machine is"):
                 trials.rates()
-            assert trial.known().ways == (SPANS,)
+            assert trial.known().paths == (SPANS,)
             return
     rates = trials.rates()
-    assert rates.ways == tuple(each for each in WAYS if each != way)
+    assert rates.paths == tuple(each for each in PATHS if each != way)
     assert list(rates.left) == [way]
     assert {**IN_PROCESS, **SAID}[fault].format(CALLS[way]) in rates.left[way]
 
@@ -176,15 +176,15 @@ def test_where_nothing_can_be_tried_plain_copies_are_used_with_one_warning(trial
     elif what == "allocation fails":
         trials.gpu.statuses["cuMemAlloc"] = 2
     else:
-        trials.said = dict.fromkeys(WAYS, (None, "rows of (512,) bytes\n"))
+        trials.said = dict.fromkeys(PATHS, (None, "rows of (512,) bytes\n"))
     with caplog.at_level(logging.WARNING):
         rates = trials.rates()
-    assert (rates.ways, rates.reach, dict(rates.timings)) == ((SPANS,), 0, {})
+    assert (rates.paths, rates.reach, dict(rates.timings)) == ((SPANS,), 0, {})
     assert list(rates.left) == [KERNEL, BATCH]
     (line,) = caplog.messages
-    assert all(f"{way}: " in line for way in WAYS)
+    assert all(f"{way}: " in line for way in PATHS)
     trials.rates()
-    assert trials.asked == ([] if what == "nothing ends" else [*WAYS]), "there may be memory another time"
+    assert trials.asked == ([] if what == "nothing ends" else [*PATHS]), "there may be memory another time"
 
 
 def test_trial_on_a_gpu_with_little_memory_limits_reach_and_is_repeated(trials):
@@ -192,7 +192,7 @@ def test_trial_on_a_gpu_with_little_memory_limits_reach_and_is_repeated(trials):
     assert trials.rates().reach == 236 << 20
     trials.gpu.free_bytes = 6 << 30
     assert trials.rates().reach == 1 << 40
-    assert trials.asked == [*WAYS]
+    assert trials.asked == [*PATHS]
 
 
 def test_no_way_is_used_farther_than_all_were_tried(trials):
@@ -214,7 +214,7 @@ def test_addresses_are_tried_as_far_as_the_system_gives_them(trials, monkeypatch
     assert (rates.reach, bool(rates.timings)) == (reach, reach > 0)
     assert reach or "refused 5368709120 bytes of addresses" in rates.left[KERNEL]
     trials.rates()
-    assert trials.asked == ([] if reach > 5 << 30 else [*WAYS]), "what is short is not kept"
+    assert trials.asked == ([] if reach > 5 << 30 else [*PATHS]), "what is short is not kept"
 
 
 # ---- what a trial notices
@@ -278,7 +278,7 @@ def mixes_the_directions_up(gpu):
 def test_a_trial_notices(gpu, way, fault, said):
     gpu.free_bytes = 6 << 30
     fault(gpu)
-    answer = trial_process.try_way(way, 0, [8 * KB])
+    answer = trial_process.try_path(way, 0, [8 * KB])
     assert said in answer.left
     assert (answer.is_wrong, answer.is_lasting) == (True, False)
     assert gpu.faults == []
@@ -306,7 +306,7 @@ def test_copies_are_tried_beside_a_busy_stream_in_both_directions(trials, monkey
 @pytest.mark.parametrize(
     ("text", "tried"),
     [
-        ("", WAYS),
+        ("", PATHS),
         ("kernel", (KERNEL,)),
         (" -batch , -kernel", (SPANS,)),
         ("-spans", (KERNEL, BATCH)),
@@ -317,16 +317,16 @@ def test_variable_chooses_the_copy_ways_that_are_tried(trials, monkeypatch, text
     monkeypatch.setenv(CHOICE, text)
     rates = trials.rates()
     assert tuple(trials.asked) == tried
-    assert rates.ways == (tried or (SPANS,))
+    assert rates.paths == (tried or (SPANS,))
     assert {*rates.left.values()} <= {f"{CHOICE} excludes it"}
-    assert {*rates.ways, *rates.left} == {*WAYS}
+    assert {*rates.paths, *rates.left} == {*PATHS}
 
 
 def test_copy_way_left_out_by_the_variable_is_tried_when_it_is_unset(trials, monkeypatch):
     monkeypatch.setenv(CHOICE, "-batch")
     trials.rates()
     monkeypatch.delenv(CHOICE)
-    assert trials.rates().ways == WAYS
+    assert trials.rates().paths == PATHS
     assert trials.asked == [BATCH]
 
 
@@ -350,7 +350,7 @@ def test_a_wrong_name_is_one_line(trials, monkeypatch, text, said):
 def test_a_gpu_for_one_process_alone_starts_nothing(trials, caplog, mode):
     trials.gpu.compute_mode = mode
     rates = trials.rates()
-    assert (trials.asked, rates.ways) == ([], (SPANS,))
+    assert (trials.asked, rates.paths) == ([], (SPANS,))
     assert "compute mode" in rates.left[KERNEL]
     assert [record.levelname for record in caplog.records if "use spans, untried" in record.message] == ["WARNING"]
 
@@ -362,7 +362,7 @@ def test_batches_of_a_doubtful_driver_are_tried_only_where_they_are_forced(trial
     assert trials.asked == [KERNEL, SPANS]
     assert (release or "unknown") in rates.left[BATCH]
     monkeypatch.setenv(CHOICE, BATCH)
-    assert trials.rates().ways == (BATCH,)
+    assert trials.rates().paths == (BATCH,)
     assert trials.asked == [BATCH]
 
 
@@ -408,9 +408,9 @@ def test_another_one_is_tried_again(trials, machine, monkeypatch, tmp_path, what
     elif what == "file":
         kept.write_bytes(b"\xff[]")
     elif what == "half a file":
-        kept.write_text(json.dumps({way: {"reach": 1} for way in WAYS}))
-    assert trials.rates([512] if what == "rows" else []).ways == WAYS
-    assert trials.asked == [*WAYS]
+        kept.write_text(json.dumps({way: {"reach": 1} for way in PATHS}))
+    assert trials.rates([512] if what == "rows" else []).paths == PATHS
+    assert trials.asked == [*PATHS]
     trials.rates([512] if what == "rows" else [])
     assert trials.asked == []
 
@@ -434,7 +434,7 @@ def test_results_of_a_trial_that_may_change_are_not_kept(trials, said, is_kept):
 def test_nothing_is_kept_of_a_driver_without_a_name(trials, machine):
     machine.release.unlink()
     trials.rates()
-    assert trials.rates().ways == (KERNEL, SPANS)
+    assert trials.rates().paths == (KERNEL, SPANS)
     assert trials.asked == [KERNEL, SPANS]
 
 
@@ -447,8 +447,8 @@ def test_a_machine_that_keeps_nothing_tries_every_time(trials, monkeypatch, tmp_
     else:
         (tmp_path / "cache").touch()
     for _ in range(2):
-        assert trials.rates().ways == WAYS
-        assert trials.asked == [*WAYS]
+        assert trials.rates().paths == PATHS
+        assert trials.asked == [*PATHS]
 
 
 def test_ranks_take_turns_and_one_gpu_is_tried_once(machine, monkeypatch):
@@ -507,10 +507,10 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
                 costs = {way: made_up(way, blocks, row_bytes) for way in (KERNEL, BATCH)}
                 costs[SPANS] = spans * made_up(SPANS, blocks / spans, row_bytes)
                 for to_device in (True, False):
-                    way = rates.fastest([row_bytes], blocks, spans, to_device=to_device, among=WAYS)
+                    way = rates.fastest([row_bytes], blocks, spans, to_device=to_device, among=PATHS)
                     assert costs[way] <= 1.1 * min(costs.values()), (row_bytes, blocks, length, costs)
                     taken.add(way)
-    assert taken == {*WAYS}
+    assert taken == {*PATHS}
 
 
 def test_each_direction_is_timed_by_copies_in_that_direction(trials, monkeypatch):
