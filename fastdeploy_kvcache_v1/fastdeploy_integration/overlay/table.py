@@ -1,39 +1,41 @@
 """Patch tables: one TOML file per FastDeploy release lists every patch and its reason.
 
-[fastdeploy]
-release = "2.6"             as `FastDeployTree.release`; the file's name ends with it
-commit = "7198b5883"        the tree that the table was written against
-inherits = "2.5"            optional: the file has only the differences to that release
-removes = ["module:name"]   targets of inherited rows, bodies and settings (module:Class.field) that are missing
+    [fastdeploy]
+    release = "2.6"             as `FastDeployTree.release`; the file's name ends with it
+    commit = "7198b5883"        the tree that the table was written against
+    inherits = "2.5"            optional: the file has only the differences to that release
+    removes = ["module:name"]   targets of inherited rows, bodies and settings (module:Class.field) that are missing
 
-[capabilities]              inherited; see `Capabilities`
-name = true
+    [capabilities]              inherited; see `Capabilities`
+    name = true
 
-[not_in_names]              inherited; settings that do not decide the bytes of a block and are left out of the
-                            names of stored blocks. All others are in them
-"package.module:Class" = ["field"]   for `fastdeploy.envs:environment_variables`: names of variables
+    [not_in_names]              inherited; settings that do not decide the bytes of a block and are left out of the
+                                names of stored blocks. All others are in them
+    "package.module:Class" = ["field"]   for `fastdeploy.envs:environment_variables`: names of variables
 
-[[patch]]
-target = "package.module:Qualified.name"   replaces an inherited row with this target
-kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is called instead of the target
-                            replace: ours(original) returns the object that takes the target's place
-                            extend: ours(target) adds the names of `adds`, which FastDeploy must not have
-ours = "package.module:function"
-signature = "(self, x, y=1)"  FastDeploy's parameters without annotations (wrap and replace);
-                            for a class those of its __init__; "value" for a target that is not callable
-adds = ["name"]             attributes of a class or keys of a dictionary (extend)
-                            "<flags>" in any list stands for the names of `ADDED_FLAGS`,
-                            "<request fields>" for those of `cache_identity.FIELDS`
-optional = ["name"]         names of `adds` that FastDeploy may have with the same meaning: ours leaves them
-where = "engine"            engine, worker or both: the processes in which it has an effect
-why = "one sentence"
+    [[patch]]
+    target = "package.module:Qualified.name"   replaces an inherited row with this target
+    kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is called instead of the target
+                                replace: ours(original) returns the object that takes the target's place
+                                extend: ours(target) adds the names of `adds`, which FastDeploy must not have
+    ours = "package.module:function"
+    signature = "(self, x, y=1)"  FastDeploy's parameters without annotations (wrap and replace);
+                                for a class those of its __init__; "value" for a target that is not callable
+    adds = ["name"]             attributes of a class or keys of a dictionary (extend)
+                                "<flags>" in any list stands for the names of `ADDED_FLAGS`,
+                                "<request fields>" for those of `cache_identity.FIELDS`
+    optional = ["name"]         names of `adds` that FastDeploy may have with the same meaning: ours leaves them
+    where = "engine"            engine, worker or both: the processes in which it has an effect
+    why = "one sentence"
 
-[[body]]                    inherited; a function or class whose body our code relies on. Targets of replace rows
-                            are bodies that must hold, without a [[body]]
-target = "package.module:Qualified.name"
-why = "one sentence"
-must_hold = true            a server does not start with another body; default: it warns
-may_change = ["name"]       locals whose assignments may change
+    [[body]]                    inherited; a function or class whose body our code relies on. Targets of replace rows
+                                are bodies that must hold, without a [[body]]
+    target = "package.module:Qualified.name"
+    why = "one sentence"
+    must_hold = true            a server does not start with another body; default: it warns
+    may_change = ["name"]       locals whose assignments may change
+
+`table_for` reads the table of a release.
 """
 
 from __future__ import annotations
