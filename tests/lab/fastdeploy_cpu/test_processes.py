@@ -151,7 +151,7 @@ def left_by(*program):
 
 
 @pytest.mark.process
-def test_processes_end_whoever_started_them_and_also_those_that_start_meanwhile():
+def test_all_descendants_end_even_processes_that_start_meanwhile():
     *pids, count = map(int, left_by(LEAVE, STUBBORN))
     assert len(pids) == 3 <= count
     assert not any(map(psutil.pid_exists, pids))
@@ -374,9 +374,7 @@ def test_ready_is_told_when_no_more_processes_appear(clock, grows_for_s, ready_a
 @pytest.mark.parametrize(
     ("obeys", "ours", "told"), [(True, True, [signal.SIGINT]), (False, False, [signal.SIGINT, signal.SIGKILL])]
 )
-def test_a_server_is_announced_when_it_has_settled_and_ended_when_it_is_not_well(
-    monkeypatch, tmp_path, capsys, obeys, ours, told
-):
+def test_server_is_announced_when_settled_and_ended_when_unhealthy(monkeypatch, tmp_path, capsys, obeys, ours, told):
     events, started, server = [], [], Server(obeys=obeys)
     monkeypatch.setattr(supervisor.subprocess, "Popen", lambda *given, **more: started.append((given, more)) or server)
     monkeypatch.setattr(supervisor, "_wait_ready", lambda *_: events.append("healthy"))

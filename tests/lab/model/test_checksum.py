@@ -66,7 +66,7 @@ class Sequence:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_are_the_same_whole_chunked_decoded_batched_and_in_other_blocks(layout):
+def test_tokens_do_not_depend_on_chunks_batches_or_blocks(layout):
     sequence = Sequence(layout)
     expected = sequence.generate()
     assert len(set(expected)) > 4
@@ -188,7 +188,7 @@ def test_a_wrong_bit_in_the_draft_layer_costs_guesses_and_no_token(layout):
 
 
 @pytest.mark.parametrize(("layout", "size"), [("gqa", 2), ("gqa fp8", 4), ("mla", 2), ("dsa", 3)])
-def test_ranks_say_what_one_rank_says_and_notice_what_is_wrong_on_any_of_them(layout, size):
+def test_ranks_compute_the_tokens_of_one_rank_and_notice_a_fault_on_any(layout, size):
     family, dtype = LAYOUTS[layout]
     prompt = PROMPT[:148]  # what follows is not guessable
     expected = [int(Sequence(layout).compute(prompt, 0).argmax())]

@@ -66,7 +66,7 @@ def test_logits_match_the_reference(variant, tmp_path):
     assert computed.argmax(-1).tolist() == expected.argmax(-1).tolist()
 
 
-def test_heads_are_as_wide_as_hugging_face_says_where_a_directory_says_nothing(tmp_path):
+def test_default_head_width_is_that_of_hugging_face(tmp_path):
     for kind, head_dim in (("Llama", 24 // 4), ("Qwen2", 24 // 4), ("Qwen3", 128)):
         write_model(tmp_path, {}, BASE | {"architectures": [f"{kind}ForCausalLM"], "num_key_value_heads": None})
         config = load_model_config(tmp_path)

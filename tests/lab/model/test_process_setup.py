@@ -54,7 +54,7 @@ def test_settings_go_to_the_environment_and_respect_what_is_there():
     ("cores", "allowed", "expected"),
     [(1, 2, 1), (2, 4, 1), (3, 8, 2), (64, 128, 2), (64, 2, 1), (64, 1, 1), (None, 8, 1)],
 )
-def test_threads_by_default_leave_one_physical_core_that_the_process_may_use(cores, allowed, expected, monkeypatch):
+def test_default_threads_leave_one_allowed_physical_core(cores, allowed, expected, monkeypatch):
     monkeypatch.setattr(reproducible.psutil, "cpu_count", lambda logical: cores)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
     assert reproducible.default_threads() == expected

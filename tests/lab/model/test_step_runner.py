@@ -187,7 +187,7 @@ def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
     assert len(copies) == 2 * LAYERS
 
 
-def test_slot_of_an_earlier_failed_swap_in_concerns_its_readers_until_it_is_written(start):
+def test_slot_of_a_failed_swap_in_fails_its_readers_until_it_is_written(start):
     worker = start(make_runtime('{"fail": {"swap_in": [0]}}'))
     worker.runner.run(BatchRequest(swap_steps=[swap_in(0, 3)]))
     worker.controller.transfers.drain()

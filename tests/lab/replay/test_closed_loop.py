@@ -65,7 +65,7 @@ def test_the_next_turn_comes_its_delay_after_the_end():
     assert done.num_device_hit_tokens == 64 + 128
 
 
-def test_without_a_delay_a_server_on_which_nobody_waits_sees_the_times_of_the_trace():
+def test_without_delays_or_waiting_requests_arrive_at_the_traces_times():
     requests = [turn(1, 20, 1), turn(2, 500, 1, 2, after=1), turn(3, 1_230, 1, 2, 3, after=2), turn(4, 510, 9)]
     done = played(*requests)
     assert done.begun == {request.line: request.timestamp_ms for request in requests}

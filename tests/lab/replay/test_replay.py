@@ -69,7 +69,7 @@ def test_outputs_fill_the_cache_too(tmp_path):
     assert more == expected
 
 
-def test_outputs_that_no_empty_tier_holds_are_cut_before_their_blocks_are_named(tmp_path, monkeypatch):
+def test_outputs_larger_than_the_tier_are_cut_before_hashing(tmp_path, monkeypatch):
     """2 billion tokens would be 34 million hashes. Of the tier's 640, 128 are left; the last output is not computed."""
     named, plain = [], TraceHasher.output_hashes
 

@@ -398,7 +398,7 @@ async def refused(port):
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
-def test_a_signal_lets_open_answers_end_and_takes_no_more_and_a_second_one_ends_them(stopped, rare_looks, num_signals):
+def test_first_signal_lets_open_answers_end_and_second_one_ends_them(stopped, rare_looks, num_signals):
     async def play(url, backend, stop):
         go_on = asyncio.Event()
         backend.act = stream(lambda asked: go_on.wait())

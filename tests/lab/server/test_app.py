@@ -67,7 +67,7 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_chat_without_limit_runs_to_the_limit_of_the_model_and_says_so_once(server, caplog):
+def test_chat_without_limit_runs_to_the_models_limit_and_logs_it_once(server, caplog):
     for _ in range(2):
         usage = server.chat(max_tokens=None).json()["usage"]
         assert usage["total_tokens"] == 200
@@ -288,7 +288,7 @@ def test_every_answer_has_an_id(server, method, path, status):
     assert len({response.headers["x-request-id"] for response in responses}) == 2
 
 
-def test_a_bug_is_a_line_for_the_client_and_a_traceback_with_the_id_in_the_log(server, monkeypatch, caplog):
+def test_bug_is_one_line_for_the_client_and_a_traceback_in_the_log(server, monkeypatch, caplog):
     def broken(*arguments, **options):
         raise KeyError(object())
 

@@ -44,7 +44,7 @@ def test_fields_without_effect_are_ignored(server, name):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_would_change_the_answer_is_refused_with_name_value_and_advice(server, name):
+def test_field_that_would_change_the_answer_is_refused_with_advice(server, name):
     neutral, advice = REFUSED[name]
     for send in (server.complete, server.chat):
         for value in (None, *neutral):
@@ -163,7 +163,7 @@ def test_max_tokens_beyond_the_model_are_cut(server):
         assert usage["total_tokens"] == 200
 
 
-def test_request_fields_in_metadata_are_refused_and_anything_else_is_ignored(server):
+def test_request_fields_in_metadata_are_refused_and_others_ignored(server):
     assert server.chat(metadata={"customer": "7", "trace": {"id": 1}}).status_code == 200
     for name, advice in (
         ("temperature", "move temperature out of metadata, beside messages"),

@@ -34,7 +34,7 @@ def parts(**more):
     return [{"role": "user", "content": [{**part, **more}]}]
 
 
-def test_unknown_field_is_named_once_with_the_nearest_and_counted_each_time(server, caplog):
+def test_unknown_field_is_logged_once_with_the_nearest_and_always_counted(server, caplog):
     for _ in range(3):
         assert server.complete(prompt="hello", temperture=0).status_code == 200
         assert server.chat(temperture=0).status_code == 200

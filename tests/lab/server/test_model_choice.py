@@ -47,7 +47,7 @@ def test_other_models_fetch_nothing(fetches, word, model):
     assert fetches == []
 
 
-def test_without_the_default_model_one_line_says_why_and_the_random_one_serves(no_network, capsys):
+def test_without_the_default_model_one_line_says_why_and_random_serves(no_network, capsys):
     assert embedded_model(None) is None
     assert capsys.readouterr().err == (
         "fastdeploy-kvcache: warning: cannot fetch it: no network; do this; until then, the random model is served\n"

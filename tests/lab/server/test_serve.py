@@ -23,9 +23,7 @@ CONFIG = ServerConfig(cache=KVCacheConfig(8))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_server_listens_raises_nothing_and_ends_it_without_a_ready_line(
-    monkeypatch, capsys, number
-):
+def test_signal_before_listening_ends_the_server_without_ready_line(monkeypatch, capsys, number):
     """Handlers are those of before afterwards."""
     before, refusals = signal.getsignal(number), []
 

@@ -43,7 +43,7 @@ def test_storage_is_a_directory_for_ten_gib_that_requests_wait_for_a_while():
     assert (str(storage.directory), storage.capacity_bytes, storage.prefetch.value) == ("kv", 10 * GIB, "timeout")
 
 
-def test_storage_in_the_memory_of_many_machines_shares_the_host_tier_and_has_no_directory():
+def test_mooncake_storage_shares_the_host_tier_and_takes_no_directory():
     storage = configure("--kvcache-storage-backend", "mooncake").storage
     assert (storage.backend, storage.directory, storage.needs_shared_memory) == ("mooncake", None, True)
     assert not configure(*STORAGE).storage.needs_shared_memory

@@ -30,7 +30,7 @@ def test_equal_prompts_of_two_tenants_in_one_batch_are_both_computed():
     assert [recorder.cached for recorder in recorders] == [0, 0, 0, 36]
 
 
-def test_one_that_does_not_write_is_not_waited_for_and_one_that_does_not_read_does_not_wait():
+def test_no_request_waits_for_one_without_writes_or_waits_without_reads():
     harness, prompt = make(max_num_batched_tokens=256), list(range(40))
     for name, access in (("no-writes", NO_WRITES), ("other", CacheAccess()), ("no-reads", NO_READS)):
         harness.submit(name, prompt, 1, access=access)

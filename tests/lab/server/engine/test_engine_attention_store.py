@@ -54,7 +54,7 @@ def test_a_load_waits_for_the_pass_that_still_reads_its_slots():
     server.settle()
 
 
-def test_a_request_that_needs_the_slots_of_a_store_waits_for_it_and_does_not_fail():
+def test_request_that_needs_slots_of_a_store_waits_for_it():
     server = AttentionStoreServer(device=8, prefetch="best_effort")
     server.harness.submit("first", PROMPT[:13], 1)
     server.send()
@@ -70,7 +70,7 @@ def test_a_request_that_needs_the_slots_of_a_store_waits_for_it_and_does_not_fai
     assert recorder.tokens == expected_outputs(OTHER, 1)
 
 
-def test_a_store_that_hangs_lets_a_request_that_needs_all_slots_fail_in_time():
+def test_request_that_needs_slots_of_a_hanging_store_fails_in_time():
     server = AttentionStoreServer(device=8, prefetch="best_effort")
     server.harness.submit("first", PROMPT[:13], 1)
     server.send()

@@ -28,7 +28,7 @@ def test_second_request_is_served_from_the_cache_and_says_so():
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (18, 2, cached)
 
 
-def test_what_waits_is_served_from_the_cache_though_it_was_used_longest_ago():
+def test_prefix_of_a_waiting_request_stays_cached_although_it_is_oldest():
     """While a request of its own blocks runs, another one waits for its turn; what it will hit is the oldest."""
     harness = Harness(small(num_device_blocks=8, num_host_blocks=0), max_num_seqs=1)
     for name, letter in (("first", 1), ("second", 2)):

@@ -54,7 +54,7 @@ def test_a_client_is_not_told_that_a_failed_swap_in_was_cached():
     assert (counters.requests_admitted, counters.query_tokens) == (5, 5 * 18), "it was admitted twice"
 
 
-def test_what_a_request_computed_itself_before_a_failed_copy_is_not_cached_for_it():
+def test_own_chunks_found_after_a_failed_copy_are_no_cached_tokens():
     harness = Harness(small(num_device_blocks=32), max_num_batched_tokens=8)
     recorder = harness.submit("a", range(18), 2)
     harness.step()
@@ -106,7 +106,7 @@ def step_with_a_swap_in():
     return harness, harness.sent.pop(), again, new
 
 
-def test_requests_lose_a_step_to_what_the_worker_says_and_to_what_the_report_says():
+def test_requests_named_by_worker_or_by_failed_copies_repeat_the_step():
     """The worker names who could not be computed; who used blocks of a failed copy, the cache manager knows."""
     harness, batch, again, new = step_with_a_swap_in()
     wrong = dict.fromkeys(("again", "new"), (1,))

@@ -45,7 +45,7 @@ def test_preempted_requests_stand_once_and_in_the_order_of_arrival(recorded):
     assert lines() == [(len(prompt), output) for _, prompt, output in requests]
 
 
-def test_an_aborted_request_stands_with_what_it_had_and_one_that_waited_does_not(recorded):
+def test_trace_has_aborted_running_requests_but_no_aborted_waiting_ones(recorded):
     make, lines = recorded
     harness = make(1)
     running = harness.submit("running", [1, 2, 3, 4, 5], 20)

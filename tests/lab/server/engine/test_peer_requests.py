@@ -154,7 +154,7 @@ def test_a_fetch_that_never_ends_is_given_up():
     assert peers.remote.ledger.totals.overdue == 1
 
 
-def test_slots_of_a_request_that_left_are_not_used_until_its_fetch_has_ended():
+def test_slots_of_an_aborted_request_are_kept_until_its_fetch_ends():
     peers = Peers(decode_blocks=6)
     peers.start()
     peers.abort("r")
@@ -174,7 +174,7 @@ def test_a_prefill_that_is_dropped_withdraws_its_lease():
     assert not peers.host.leases
 
 
-def test_a_fetching_request_that_lost_its_prefix_starts_again_when_no_byte_arrives_any_more():
+def test_fetching_request_without_its_prefix_restarts_after_the_fetch_ends():
     peers = Peers()
     peers.settle(peers.start())
     longer = peers.start("longer", PROMPT[:12] + list(range(300, 310)))
@@ -215,7 +215,7 @@ def test_a_token_outside_the_vocabulary_is_no_answer():
 
 
 @pytest.mark.parametrize("phase", ["first chunk", "last chunk"])
-def test_a_prompt_whose_blocks_are_taken_away_is_not_offered_from_other_blocks(phase):
+def test_prompt_preempted_while_offered_is_not_offered_from_other_blocks(phase):
     """The lease names the slots of before; a copy that failed has cost the request them."""
     peers = Peers(budget=8)
     request = peers.start()

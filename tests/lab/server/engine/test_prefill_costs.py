@@ -66,7 +66,7 @@ class TimedHarness(Harness):
         self.serve([1000 + self.num_prompts] * 555)
 
 
-def test_a_step_that_loads_says_nothing_of_computing_where_ranks_wait_for_each_other():
+def test_steps_with_swap_ins_do_not_change_prefill_costs_of_several_ranks():
     """Rank 0 computes for 64 s while rank 1 waits for its copies: subtracting that wait would leave 64 s less."""
     harness = TimedHarness(1.0, speeds=((0.01, 1.0), (1.0, 0.1)))
     harness.serve(range(200))
@@ -79,7 +79,7 @@ def test_a_step_that_loads_says_nothing_of_computing_where_ranks_wait_for_each_o
     assert harness.core.prefill_costs.seconds(0, 80) == pytest.approx(before, rel=0.1)
 
 
-def test_a_step_that_loads_says_what_computing_costs_where_one_rank_waits_for_its_own_copies():
+def test_step_with_swap_ins_updates_prefill_costs_of_a_single_rank():
     harness = TimedHarness(1.0)
     harness.serve(range(200))
     harness.push_out()

@@ -72,7 +72,7 @@ def test_decoding_request_is_not_stalled_by_an_earlier_prefill():
     assert decoder.tokens == expected_outputs([96, 97, 98, 99], 9)
 
 
-def test_tokens_of_a_request_preempted_in_the_same_step_go_to_the_one_that_needed_its_blocks():
+def test_budget_of_a_preempted_request_goes_to_the_request_that_needed_it():
     """The decoder has been planned with its fourth block, more than it was thought to need soon, when the prefill
     finds only one of its last two.
     """
@@ -219,7 +219,7 @@ def test_two_requests_share_the_slots_of_one_planned_swap_in():
     assert [recorder.tokens for recorder in pair] == [expected_outputs(range(18), 2)] * 2
 
 
-def test_preempted_requests_wait_in_their_order_of_arrival_before_all_others():
+def test_preempted_requests_wait_first_in_their_order_of_arrival():
     harness = Harness(KVCacheConfig(64, block_size=4), max_num_seqs=4)
     recorders = [harness.submit(name, [ord(name)], 3) for name in "abcdef"]
     harness.step()

@@ -81,7 +81,7 @@ def test_what_a_reset_makes_unfindable_is_not_waited_for():
 
 
 @pytest.mark.parametrize(("blocks", "seats"), [(200, 3), (12, 8)], ids=["seat", "room"])
-def test_a_follower_keeps_its_seat_and_its_room_and_others_pass_where_there_is_one_for_both(blocks, seats):
+def test_follower_keeps_its_seat_and_blocks_while_others_may_pass_it(blocks, seats):
     """12 blocks: 4 for the leader, 2 that the follower does not share with it, 4 for the other."""
     harness = make(blocks, max_num_seqs=seats, max_num_batched_tokens=64)
     for name, first in (("leader", 0), ("follower", 0), ("other", 50), ("late", 70)):

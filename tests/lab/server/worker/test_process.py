@@ -90,7 +90,7 @@ def test_stop_signal_between_batches_interrupts_nothing_but_the_next_one(stop):
     assert runner.num_ended == 1
 
 
-def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_server(monkeypatch):
+def test_model_is_loaded_for_max_model_len_and_threads_of_the_server(monkeypatch):
     def load(path, config, layout, ranks):
         raise ModelError(f"loaded for {config.max_position}")
 
@@ -103,7 +103,7 @@ def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_ser
     assert asked == [3]
 
 
-def test_a_system_without_libgomp_is_a_users_error_that_says_what_to_install(monkeypatch):
+def test_missing_libgomp_is_a_users_error_that_says_what_to_install(monkeypatch):
     def without_libgomp(name):
         raise ImportError("libgomp.so.1: cannot open shared object file: No such file or directory")
 
