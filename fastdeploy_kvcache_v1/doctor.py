@@ -52,7 +52,7 @@ CHECKS = (
     Check(FASTDEPLOY, "Paddle's copy operators", "worker.checks:paddle_operators", of_machine=True),
     Check(STORAGE, "storage", "storage.checks:clients", of_machine=True),
     Check(STORAGE, "storage", "storage.checks:stores"),
-    Check(ROLES, "their trial", "transfer.trial:servers", extras="embedded", given=("prefill", "decode")),
+    Check(ROLES, "servers", "transfer.trial:servers", extras="embedded", given=("prefill", "decode")),
 )
 """In the order of the report. A new check is a function of its room and a row; rooms may be missing from a wheel."""
 

@@ -1,4 +1,4 @@
-"""Tries out servers of both roles: are they there, do they know the secret, do their caches fit?"""
+"""Try servers of both roles: whether they answer, know the secret, and have caches that fit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TIMEOUT_S = 10.0
 
 
 def servers(args: argparse.Namespace) -> Iterator[Finding]:
-    """For `doctor`: those that are named are there, with the same secret, and caches that fit. Raises `ConfigError`."""
+    """Check of `doctor`. Raises `ConfigError` for the secret."""
     return try_servers(args.prefill, args.decode, read_secret(args.peer_secret_file))
 
 
 def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret: bytes) -> Iterator[Finding]:
-    """Each server alone, then each pair. One of FastDeploy is named by the file in its logs that says what it is."""
+    """Try each server alone, then each pair. FastDeploy's servers are named by their file `kvcache_role.json`."""
     infos: dict[str, dict[str, RoleInfo]] = {"prefill": {}, "decode": {}}
     for role, urls in (("prefill", prefill_urls), ("decode", decode_urls)):
         for url in urls:
@@ -50,14 +50,14 @@ def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret:
             except KVCacheError as error:
                 yield Finding(False, name, str(error))
             else:
-                yield Finding(True, name, "their caches fit")
+                yield Finding(True, name, "the caches fit")
 
 
 def _ask(url: str, role: str) -> RoleInfo:
     content = _get(url, role) if "://" in url else Path(url).read_bytes()
     info = msgspec.json.decode(content, type=RoleInfo)
     if info.role != role:
-        raise PeerRefusedError(f"its role is {info.role}: start it with --role {role}")
+        raise PeerRefusedError(f"got role {info.role}, expected {role}: start it with --role {role}")
     return info
 
 
@@ -68,7 +68,7 @@ def _get(url: str, role: str) -> bytes:
             return content
     except HTTPError as error:
         if error.code == 404:
-            raise PeerRefusedError(f"it is mixed: start it with --role {role}") from None
+            raise PeerRefusedError(f"got no role, expected {role}: start it with --role {role}") from None
         raise
 
 
@@ -86,19 +86,19 @@ def _reach(url: str, info: RoleInfo, secret: bytes) -> Finding:
         where = ", ".join(f"{info.host}:{port}" for port in ports)
         return Finding(True, name, f"listens for prefill workers at {where} and knows the secret")
     if info.plane != "socket":
-        return Finding(None, name, f"it answers; the plane {info.plane} is not tried from here")
+        return Finding(None, name, f"answers; its plane {info.plane} was not tried")
     plane = SocketPlane("127.0.0.1", secret)
     try:
         for rank in info.ranks:
             plane.open(rank.plane_address, deadline).close()
     finally:
         plane.close()
-    return Finding(True, name, "its blocks can be reached, and it knows the secret")
+    return Finding(True, name, "its blocks can be read, and it knows the secret")
 
 
 def _require_fit(source: RoleInfo, target: RoleInfo) -> None:
     if source.plane != target.plane:
-        raise PeerRefusedError(f"--transfer-plane is {source.plane} and {target.plane}: give both the same one")
+        raise PeerRefusedError(f"got --transfer-plane {source.plane} and {target.plane}: give both the same")
     for theirs in target.ranks:
         for ours in source.ranks:
             require_compatible(ours.geometry, theirs.geometry)

@@ -302,7 +302,7 @@ def test_without_fastdeploy_its_cpu_server_is_one_line(bare):
         ("--kvcache-storage-dir kv", {"storage file kv"}),
         ("--kvcache-storage-backend mooncake", {"storage mooncake"}),
         ("--kvcache-storage-backend attention_store", {"storage attention_store"}),
-        ("--prefill http://127.0.0.1:1 --decode http://127.0.0.1:2", {"their trial"}),
+        ("--prefill http://127.0.0.1:1 --decode http://127.0.0.1:2", {"servers"}),
     ],
 )
 def test_to_the_doctor_a_missing_package_is_a_finding(bare, flags, problems):

@@ -56,7 +56,7 @@ def test_servers_with_another_secret_or_role_or_that_are_not_there(tmp_path, sid
     found = list(servers(asked))
     assert [each[0] for each in found] == [True, True, True], "what doctor says"
     wrong, absent = try_servers([decode], ["http://127.0.0.1:1"], SECRET)
-    assert (wrong[0], wrong[2]) == (False, "its role is decode: start it with --role prefill")
+    assert (wrong[0], wrong[2]) == (False, "got role decode, expected prefill: start it with --role prefill")
     assert (absent[0], absent[1]) == (False, "decode server http://127.0.0.1:1")
 
 
