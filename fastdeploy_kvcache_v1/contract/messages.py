@@ -357,7 +357,9 @@ class RankCopies:
 
     swap_in: CopyTotals = part(CopyTotals, "swap_", direction="in")
     swap_out: CopyTotals = part(CopyTotals, "swap_", direction="out")
-    exposed_wait_total_s: float = counter("Time that compute waited for copies", "exposed_wait_seconds")
+    exposed_wait_total_s: float = counter(
+        "Time that the worker's thread waited for copies; on a GPU streams wait instead", "exposed_wait_seconds"
+    )
     paths: tuple[CopyPath, ...] = gauge(
         "1 for a copy path in use, 0 for a path that is not used, with the reason",
         "copy_path",
