@@ -7,9 +7,11 @@ then on bytes are relayed as they come. All of this runs on one event loop.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
+import socket
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from types import FrameType
@@ -40,6 +42,11 @@ SOON_S = 10.0
 
 MAX_BODY_BYTES = 16 << 20
 """Of a request: it is kept until its answer begins."""
+
+SIGNAL_POLL_S = 0.05
+
+CUT_S = 2.0
+"""After requests were refused, connections of clients that do not read are cut."""
 
 SICK = (502, 503, 504)
 """Another server may do better."""
@@ -98,6 +105,8 @@ class Forwarder:
     def __init__(self, prefills: Sequence[str], decodes: Sequence[str], secret: bytes, *, silence_s: float) -> None:
         """URLs of servers; `silence_s` without a byte, and a decode server has lost the request."""
         self.prefills, self.decodes = [Server(url) for url in prefills], [Server(url) for url in decodes]
+        self.refuses = asyncio.Event()
+        """Once set, every open request ends with an error."""
         self._secret = secret
         self._silence_s = silence_s
         self._http = httpx2.AsyncClient(
@@ -133,12 +142,21 @@ class Forwarder:
             return
         exchange = Exchange(scope, body, send)
         error: Response | None = None
+        is_over = False
         async with anyio.create_task_group() as group:
             group.start_soon(_until_gone, receive, group.cancel_scope)
+            group.start_soon(self._until_refused, group.cancel_scope)
             error = await self._forward(exchange)
+            is_over = True
             group.cancel_scope.cancel()
+        if not is_over and self.refuses.is_set():
+            error = await exchange.refuse("the router is shutting down")
         if error is not None:
             await error(scope, receive, send)
+
+    async def _until_refused(self, scope: anyio.CancelScope) -> None:
+        await self.refuses.wait()
+        scope.cancel()
 
     async def _forward(self, exchange: Exchange) -> Response | None:
         """Relay the answer of a decode server, trying each once; else what the client is to be told."""
@@ -224,6 +242,13 @@ class Exchange:
     async def relay(self, chunk: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
 
+    async def refuse(self, reason: str) -> Response | None:
+        """End at once. Returns the answer where none has begun."""
+        if not self.begun:
+            return JSONResponse(error_body(503, reason), 503)
+        await self.break_off(reason)
+        return None
+
     async def break_off(self, reason: str) -> None:
         """A stream ends with an error event; any other answer is too short, which closes the connection."""
         if self._is_stream:
@@ -285,13 +310,31 @@ def create_app(forwarder: Forwarder, *, ready: str = "") -> Starlette:
 
 
 class HttpServer(uvicorn.Server):
-    """Runs until a signal; requests that are open then end first, unless another signal comes."""
+    """Runs until a signal; requests that are open then end first. Another signal refuses them."""
 
     def __init__(self, forwarder: Forwarder, ready: str = "") -> None:
         app = create_app(forwarder, ready=ready)
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, loop="asyncio", http="h11", ws="none"))
+        self._forwarder = forwarder
+        self._is_urgent = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's own would send itself the signal again at the end, which is no status 0."""
-        self.force_exit = self.should_exit
+        self._is_urgent = self.should_exit
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if num_open := len(self.server_state.tasks):
+            logger.info("stopping: open requests (%d) end first; a second signal refuses them", num_open)
+        refusing = asyncio.create_task(self._refuse_when_urgent())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            refusing.cancel()
+
+    async def _refuse_when_urgent(self) -> None:
+        while not self._is_urgent:
+            await asyncio.sleep(SIGNAL_POLL_S)
+        self._forwarder.refuses.set()
+        await asyncio.sleep(CUT_S)
+        self.force_exit = True

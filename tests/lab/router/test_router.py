@@ -398,7 +398,7 @@ async def refused(port):
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
-def test_first_signal_lets_open_answers_end_and_second_one_ends_them(stopped, rare_looks, num_signals):
+def test_signal_lets_open_answers_end_and_a_second_one_refuses_them(stopped, rare_looks, num_signals):
     async def play(url, backend, stop):
         go_on = asyncio.Event()
         backend.act = stream(lambda asked: go_on.wait())
@@ -415,14 +415,34 @@ def test_first_signal_lets_open_answers_end_and_second_one_ends_them(stopped, ra
                 assert [chunk async for chunk in chunks] == []
             else:
                 stop()
-                with pytest.raises(httpx2.RemoteProtocolError):
-                    await anext(chunks)
+                rest = b"".join([chunk async for chunk in chunks])
+                assert (
+                    json.loads(rest.strip().removeprefix(b"data: "))["error"]["message"]
+                    == "the router is shutting down"
+                )
             heard.append("all")
 
     heard = []
     status, printed = stopped(play)
     assert (status, heard) == (0, ["all"])
     assert re.fullmatch(r"Ready: http://127.0.0.1:\d+ sends requests to 1 prefill and 1 decode servers\n", printed)
+
+
+def test_second_signal_refuses_a_request_whose_answer_has_not_begun(stopped, rare_looks, caplog):
+    async def play(url, backend, stop):
+        backend.act = silent
+        async with httpx2.AsyncClient(base_url=url, trust_env=False) as client:
+            asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}, timeout=60))
+            await until(lambda: backend.asked, "the request")
+            stop()
+            await until(lambda: any("a second signal refuses them" in each for each in caplog.messages), "the log")
+            stop()
+            answer = await asking
+            heard.append((answer.status_code, answer.json()["error"]["message"]))
+
+    heard = []
+    assert stopped(play)[0] == 0
+    assert heard == [(503, "the router is shutting down")]
 
 
 @pytest.mark.parametrize(("host", "shown", "is_told"), [("0.0.0.0", "0.0.0.0", True), ("::1", "[::1]", False)])
