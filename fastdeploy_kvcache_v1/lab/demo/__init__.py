@@ -1,4 +1,4 @@
-"""Shows what the cache is worth, by one scene against five set-ups of a server: `fastdeploy-kvcache demo`."""
+"""Shows the effect of the cache: one scene against five set-ups of a server. `fastdeploy-kvcache demo`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_writable(path: Path) -> None:
-    """Before two minutes are spent. Raises `ConfigError`."""
+    """Check before two minutes are spent. Raises `ConfigError`."""
     target = path if path.exists() else path.absolute().parent
     if path.is_dir() or not os.access(target, os.W_OK):
         raise ConfigError(f"cannot write {path}: choose a file in a directory that exists and is yours")

@@ -17,39 +17,39 @@ QUESTIONS = (
     "Who was the first keeper?",
     "How much does a ticket cost?",
 )
-"""About the document, each in a chat of its own."""
+"""Questions about the document, each in a chat of its own."""
 TURNS = (
     "Who won the card games?",
     "And what did they make on Thursday?",
     "What should Anna bring next year?",
 )
-"""Of one chat about the letter."""
+"""Turns of one chat about the letter."""
 
 ASKED = {
     f"{what} {number}": text
     for number, pair in enumerate(zip(QUESTIONS, TURNS, strict=True), 1)
     for what, text in zip(("document", "chat"), pair, strict=True)
 }
-"""The requests by name, in their order: question and chat find each other's blocks in a tier that is too small."""
+"""The requests by name, in order: questions and the chat evict each other's blocks from a tier that is too small."""
 
 SERVED_NAME = "demo"
 MAX_TOKENS = 20
-"""Of each answer."""
+"""Tokens of each answer."""
 
 BLOCK_SIZE = 64
-"""Tokens; FastDeploy's default."""
+"""Block size in tokens: FastDeploy's default."""
 RESERVED_BLOCKS = 2
-"""On the device, beside those of the longest request: FastDeploy does not start without them (`enc_dec_block_num`)."""
+"""Device blocks beside those of the longest request: FastDeploy needs them to start (`enc_dec_block_num`)."""
 HOST_GIB = "0.5"
 LARGE_OVER_SMALL = 4
-"""Device blocks of the set-up that has enough, over those of the small one."""
+"""Device blocks of the large set-up, as a multiple of the small one's."""
 
 
 class Setup(NamedTuple):
     name: str
     explanation: str
     flags: tuple[str, ...]
-    """Of `fastdeploy-kvcache serve`."""
+    """Flags of `fastdeploy-kvcache serve`."""
 
 
 COMPUTED, SMALL, LARGE, HOST, RESTARTED = "cache off", "small device", "large device", "small + host", "after restart"
@@ -57,7 +57,7 @@ COMPUTED, SMALL, LARGE, HOST, RESTARTED = "cache off", "small device", "large de
 
 
 def setups(num_tokens: int, directory: str) -> tuple[Setup, ...]:
-    """For requests of at most `num_tokens` tokens, output included. The last two keep blocks in `directory`."""
+    """Make the set-ups for requests of `num_tokens` tokens at most, with output. The last two store in `directory`."""
     longest = -(-num_tokens // BLOCK_SIZE) + 1
     small = longest + RESERVED_BLOCKS
     large = LARGE_OVER_SMALL * small
