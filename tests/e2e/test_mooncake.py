@@ -34,7 +34,7 @@ def start(tmp_path, master):
     return started_server
 
 
-def test_two_servers_share_what_they_compute_and_one_with_another_dtype_does_not(start):
+def test_two_servers_share_blocks_and_one_of_another_dtype_does_not(start):
     with start("one") as one, start("two") as two, start("other", "--cache-dtype", "bfloat16") as three:
         assert_they_share(one, two)
         assert one.metrics()["storage_blocks_total{direction=load}"] == CACHED / 16

@@ -129,7 +129,7 @@ def test_a_prefill_server_that_dies_or_stops_costs_no_token_and_no_block(servers
 
 
 @pytest.mark.parametrize(("number", "seed"), [(signal.SIGKILL, 30), (signal.SIGSTOP, 40)])
-def test_a_decode_server_that_dies_or_stops_leaves_nothing_at_the_prefill_server(servers, expected, number, seed):
+def test_prefill_server_ends_the_leases_of_a_dead_or_stopped_decode_server(servers, expected, number, seed):
     """Its request goes to the other decode server; its leases end."""
     asking = Asking(servers, seed, LONG)
     wait_until(lambda: fetching(servers), "a fetch")

@@ -38,7 +38,7 @@ def test_tokens_are_those_of_a_mixed_server(tmp_path, expected):
 
 
 @pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 1), (2, 4)])
-def test_servers_with_other_numbers_of_ranks_read_the_heads_that_each_needs(
+def test_servers_with_different_rank_counts_read_only_their_heads(
     tmp_path, expected, num_prefill_ranks, num_decode_ranks
 ):
     sizes = {"prefill": num_prefill_ranks, "decode": num_decode_ranks}
@@ -59,7 +59,7 @@ def test_what_both_servers_store_is_found_after_a_restart(tmp_path, expected):
         assert servers.total("prefill", loaded) > 0
 
 
-def test_copies_that_fail_on_one_rank_of_the_prefill_server_change_no_token(tmp_path, expected):
+def test_failed_copies_on_one_prefill_rank_change_no_token(tmp_path, expected):
     """While every rank of the decode server reads from it."""
     faults = {"ranks": [1], "seed": 3, "max_delay_ms": 3, "fail": {"swap_in": [2, 9, 30], "swap_out": [4]}}
     short = ("--swap-space", "0.02", "--num-gpu-blocks-override", "120", "--write-policy", "write_through")

@@ -167,7 +167,7 @@ def test_a_wrong_bit_in_a_stored_value_changes_the_answer(tmp_path):
         end(server)
 
 
-def test_servers_that_are_killed_while_they_store_leave_a_directory_that_works(tmp_path, capsys):
+def test_servers_killed_while_storing_leave_a_usable_directory(tmp_path, capsys):
     """At a random moment, first the worker and then a whole server. `tests/storage/file` does it a hundred times to
     processes that do nothing but store.
     """

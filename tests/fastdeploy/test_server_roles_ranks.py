@@ -87,7 +87,7 @@ def test_two_ranks_read_from_two(made, prefill, two, expected):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_bytes_that_change_on_the_way_to_one_rank_fail_their_requests_and_no_others(made, prefill, two, expected, rank):
+def test_corrupt_bytes_to_one_rank_fail_their_requests_alone(made, prefill, two, expected, rank):
     before = two.metrics()
     with made.router.client() as client:
         with made.fault(Fault.FLIP, rank), ThreadPoolExecutor(4) as pool:

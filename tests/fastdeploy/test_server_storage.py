@@ -78,7 +78,7 @@ def test_two_servers_share_what_they_compute_through_mooncake(release, tmp_path)
         master.kill()
 
 
-def test_what_two_servers_share_outlives_them_and_damage_and_other_weights_cost_hits_and_no_token(release, tmp_path):
+def test_shared_store_outlives_servers_and_damage_costs_only_hits(release, tmp_path):
     directory = tmp_path / "kv"
     first, second = assert_shared(release, tmp_path, file_store(directory))
     with serving(release, tmp_path / "third", *file_store(directory)) as (server, client):
@@ -138,7 +138,7 @@ FEW_BLOCKS = ("--num-gpu-blocks-override", "40")
 OTHERS = [noise(seed, BLOCKS * BLOCK_SIZE) for seed in range(10, 17)]
 
 
-def test_a_restarted_server_loads_what_is_stored_and_faults_cost_hits_and_no_token(release, tmp_path):
+def test_restarted_server_loads_stored_blocks_and_faults_cost_only_hits(release, tmp_path):
     store = tmp_path / "store"
     with serving(release, tmp_path / "first", *ATTENTION, environment=sdk(store)) as (server, client):
         computed = ask(client, PROMPT)

@@ -90,7 +90,7 @@ def test_nothing_computed_with_old_weights_is_used_with_new_ones(server, client,
     assert tokens(new) == tokens(again) == expected[1]
 
 
-def test_while_weights_are_away_requests_are_refused_and_the_server_is_not_ended(server, client, expected):
+def test_requests_without_weights_are_refused_and_the_server_stays_up(server, client, expected):
     for _ in range(2):
         legacy(server, "clear_load_weight")
     with pytest.raises(openai.APIStatusError) as refused:

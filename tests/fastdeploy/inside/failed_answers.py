@@ -131,7 +131,7 @@ in_every_form = pytest.mark.parametrize("form", FORMS)
 
 @in_every_form
 @pytest.mark.parametrize("scene", ["failed", "aborted", "again"])
-def test_a_request_that_fails_before_its_first_token_is_answered_with_its_error(scene, form, processor):
+def test_request_that_fails_before_its_first_token_gets_its_error(scene, form, processor):
     shown = asyncio.run(answer(scene, form, processor))
     assert shown["tokens"] == []
     assert "its blocks did not arrive" in shown["error"]

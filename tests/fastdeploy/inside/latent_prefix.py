@@ -421,7 +421,7 @@ def test_without_the_mend_a_chunk_spoils_the_rows_behind_it(host, monkeypatch):
     assert np.abs(model.run(rows)[1] - fresh.expected).max() > 0.01
 
 
-def test_the_profiling_run_reads_a_whole_piece_and_a_pass_without_a_prefix_none(host, monkeypatch):
+def test_profiling_run_reads_a_whole_piece_and_plain_passes_read_no_piece(host, monkeypatch):
     model, sizes = Model(host, monkeypatch, piece=10), []
     for cache in model.caches[0]:
         cache.set_value(paddle.zeros_like(cache))

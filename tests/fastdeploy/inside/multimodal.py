@@ -302,7 +302,7 @@ def test_a_prompt_of_text_has_the_names_of_its_tokens(model):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "ernie4_5_moe_vl"])
-def test_positions_behind_a_prompt_are_those_of_fastdeploys_rotary_embedding(family):
+def test_positions_behind_a_prompt_equal_fastdeploys_rotary_positions(family):
     """The same angles for what it makes of the prompt's positions, and of all that ours says."""
 
     def angles(positions, num_outputs):

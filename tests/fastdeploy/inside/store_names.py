@@ -105,7 +105,7 @@ def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("FD_ATTENTION_BACKEND", "APPEND_ATTN")
 
 
-def test_the_same_server_has_the_same_name_on_other_ports_and_with_other_sizes():
+def test_store_name_does_not_depend_on_ports_or_sizes():
     plain = digest()
     assert {case: name for case, name in same_names() if name != plain} == {}
 
@@ -126,7 +126,7 @@ def test_what_changes_the_numerics_changes_the_name():
     assert len(set(names.values())) == len(names)
 
 
-def test_a_restart_has_the_same_names_and_so_has_a_model_in_another_directory(tmp_path):
+def test_store_name_survives_a_restart_and_another_model_directory(tmp_path):
     """In another process, where hashes of strings differ."""
     code = "from tests.fastdeploy.inside import store_names as here; here.print_names()"
     moved = tmp_path / "moved"
