@@ -44,7 +44,7 @@ class Prompt:
 
 
 class Source:
-    """Seeded dice, and ids that nobody else gets: the same seed makes the same traffic. Not thread-safe."""
+    """Seeded dice and unique ids: the same seed makes the same traffic. Not thread-safe."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -154,7 +154,7 @@ def loop(source: Source, shape: Shape) -> Iterator[Line]:
 
 
 def hot(source: Source, shape: Shape) -> Iterator[Line]:
-    """A system prompt of exactly `tokens`, and questions that nobody repeats; `items` means nothing."""
+    """A system prompt of exactly `tokens`, and questions that are never repeated. `items` has no meaning."""
     system = source.fresh(shape.tokens)
     for now in source.times_ms(shape.rate):
         yield source.line(now, source.longer(system, source.about(400)), source.about(150))
@@ -175,8 +175,8 @@ def chat(source: Source, shape: Shape) -> Iterator[Line]:
 
 
 def agents(source: Source, shape: Shape) -> Iterator[Line]:
-    """A session is a task, and one to twelve calls of tools that follow each other quickly, and whose results become
-    part of the prompt; the first instructions are used most.
+    """A session is a task with one to twelve tool calls, which follow each other quickly. Their results become part of
+    the prompt. The first instructions are used most.
     """
     mean_calls = 6.5
     instructions = source.popular(source.documents(shape))

@@ -1,7 +1,7 @@
 """A model whose KV is a checksum of everything before it: one wrong bit anywhere changes the tokens that follow.
 
-Each key-value head carries a 64-bit state from layer to layer. In each layer a token's row, in every role, is an
-expansion of its state, and its next state mixes in a checksum of *all* bytes of all rows up to its own:
+Each key-value head carries a 64-bit state from layer to layer. In each layer, a token's row is an expansion of its
+state, in every role. Its next state mixes in a checksum of *all* bytes of all rows up to its own:
 
     row[p]   = expand(state[p])                                  bytes of every role of this layer and head
     chain[p] = sum over q <= p of mix(checksum(row[q]) + q)

@@ -2,9 +2,9 @@
 
 The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
 `{"seed": 1, "max_delay_ms": 5, "delay_ms": {"swap_in": 20}, "fail": {"swap_in": [0, 9], "swap_out": "all"}}`:
-every copy first sleeps a random time, and the time of its stream; the named calls on a stream, counted from 0, fail.
-Streams are `input` (swap-in, a call per layer) and `output` (swap-out). With `"ranks": [1]` all this happens to these
-tensor-parallel ranks only.
+every copy first sleeps a random time plus the time of its stream. The named calls on a stream, counted from 0, fail.
+Streams are `input` (swap-in, a call per layer) and `output` (swap-out). `"ranks": [1]` limits all this to these
+tensor-parallel ranks.
 """
 
 from __future__ import annotations

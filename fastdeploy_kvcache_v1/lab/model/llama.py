@@ -1,12 +1,11 @@
 """Llama, Qwen2 and Qwen3 in float32 over a paged KV cache, batch-invariant to the last bit.
 
-The logits and the KV of a token depend on the tokens before it and on nothing else: not on the other sequences of the
-batch, not on how its prompt was cut into chunks, not on whether it was prefilled or decoded, not on where its prefix's
-KV came from, as long as that is the same KV. `plan` explains why.
+The logits and the KV of a token depend only on the tokens before it. Other sequences of the batch, chunks of its
+prompt, prefill or decode, and the source of its prefix's KV make no difference. `plan` explains why.
 
-Rule: whatever rounds differently when its shape changes (matrix products, reductions, exp) gets whole rows, and the
-math library computes a row alike whatever other rows it gets, see `reproducible`. On any number of rows at once run
-only copies, and operations on matching elements that IEEE 754 rounds alone.
+Rule: operations whose rounding depends on their shape (matrix products, reductions, exp) get whole rows. The math
+library computes a row alike, independent of the other rows, see `reproducible`. Only copies, and element-wise
+operations that IEEE 754 rounds exactly, run on any number of rows at once.
 """
 
 from __future__ import annotations
@@ -222,10 +221,10 @@ class _Attention:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Over the last axis of `[rows, n]`.
+    """Normalize over the last axis of `[rows, n]`.
 
-    In NumPy: paddle's rsqrt rounds differently in the last elements of a vector, it is slow where it broadcasts, and
-    its fused kernel kills the process on a processor without AVX-512.
+    In NumPy, because paddle's rsqrt rounds differently in the last elements of a vector and is slow when it broadcasts.
+    Its fused kernel kills the process on a processor without AVX-512.
     """
     result = paddle.empty(x.shape, dtype=x.dtype)  # FastDeploy sets another default
     rows, out = as_array(x), as_array(result)

@@ -4,8 +4,8 @@ A step is a sequence of rounds, the same on every rank. In each round every rank
 and every rank gets the same answer: all parts in rank order, or the failure. So what one rank cannot do no rank does,
 and a token is sampled on all ranks or on none.
 
-Rank 0 collects the parts and sends out all of them, over one connection per other rank: no two ranks ever write to each
-other at the same time, and a rank that ended is noticed at once.
+Rank 0 collects the parts and sends out all of them, over one connection per other rank. So two ranks never write to
+each other at the same time, and a rank that ended is noticed at once.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ ONE_RANK = Ranks(0)
 
 
 def rank_pipes(size: int) -> list[list[Connection]]:
-    """What each of `size` ranks takes as its `peers`. Made by the process that starts theirs, which inherit them."""
+    """Make the `peers` of each of `size` ranks, in the process that starts them: ranks inherit their connections."""
     pairs = [Pipe() for _ in range(size - 1)]
     return [[first for first, _ in pairs], *([other] for _, other in pairs)]
 

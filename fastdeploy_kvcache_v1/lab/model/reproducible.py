@@ -28,11 +28,11 @@ def default_threads() -> int:
 def configure_reproducible_math(num_threads: int = 1) -> bool:
     """Fix the instruction set, rounding mode and thread count of the math library through environment variables.
 
-    `MKL_CBWR` gets its strict mode: the same instructions for a GEMM whatever the alignment of its operands and the
-    number of threads. On AMD processors, MKL otherwise picks its slowest kernels, so it is told that AVX2 is there.
-    The threads sleep as soon as they have nothing to do: copies and servers need the cores too. Variables that are
-    set already are left alone. Returns False, changing nothing, when paddle is loaded already: then the library keeps
-    its default mode, and what it computes of a token may depend on what is computed beside it.
+    `MKL_CBWR` gets its strict mode: a GEMM uses the same instructions for any alignment and any number of threads. On
+    AMD processors, MKL otherwise picks its slowest kernels, so it is told that AVX2 is there. Idle threads sleep at
+    once, because copies and servers need the cores too. Variables that are set already are left alone. Returns False,
+    changing nothing, if paddle is loaded already: the library keeps its default mode, and a token may depend on others
+    in its batch.
     """
     if "paddle" in sys.modules:
         logger.warning("paddle is loaded already: the math library keeps its default mode")

@@ -19,7 +19,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen. Whoever reads a request checks it."""
+    """How a request's tokens are chosen. The reader of a request checks the values."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0 is greedy; otherwise the logits are divided by it."""

@@ -38,12 +38,12 @@ class Guess(Protocol):
 
 
 class Model(Protocol):
-    """What computes. Calls do not overlap; nothing is kept between them but what is in the caches.
+    """Computes steps. Calls do not overlap; no state except the caches is kept between them.
 
     `caches` are the tensors of the model's layout, layer by layer, roles in role order. `before_layer(l)` is called
-    once for each layer, in order, when the new rows of layer `l` are written and before anything of its caches is
-    read: it may wait for copies into other slots. What it raises ends the call; the same call again is then safe.
-    Exactly the slots of the given tokens are written, and only slots of positions up to them are read.
+    once for each layer, in order, after the new rows of layer `l` are written and before its caches are read. It may
+    wait for copies into other slots. Its exception ends the call, which can then be repeated. A call writes exactly
+    the slots of the given tokens, and reads only slots of positions up to them.
     """
 
     def forward(
@@ -75,9 +75,9 @@ class Transfers(Protocol):
 class StepRunner:
     """Runs batches against one set of caches. Single-threaded.
 
-    A copy that fails or is late costs only the requests whose blocks it was filling: they are dropped from the step
-    and reported for a retry, the others are computed again without them. With several `ranks` that holds for all of
-    them: each drops the same requests, whichever rank's copy it was, before any rank reports a token.
+    A copy that fails or is late affects only the requests whose blocks it fills. They are dropped from the step and
+    reported for a retry; the others are computed again without them. With several `ranks`, each drops the same
+    requests, for a copy of any rank, before any rank reports a token.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class StepRunner:
             result = self._run_forward(tasks, counter)
         except (PeerTransferError, PeerError, RankGroupError):
             raise
-        except Exception as error:  # whatever it is: the others must not wait for this rank
+        except Exception as error:  # any error: the other ranks must not wait for this one
             self._ranks.fail(error)
         self._ranks.agree(repr((result.tokens, result.drafts, result.errors)).encode())
         return result

@@ -13,7 +13,7 @@ from ...errors import ModelError
 
 
 class Checkpoint:
-    """Open files. Not thread-safe. Raises `ModelError`, one line, for whatever is wrong."""
+    """Open files. Not thread-safe. Raises `ModelError`, with a message of one line, for any error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -2,9 +2,9 @@
 
 Belady's rule keeps what is needed next (L. A. Belady, A study of replacement algorithms for a virtual-storage computer,
 IBM Systems Journal 5(2), 1966; for blocks that are all alike it is optimal: R. L. Mattson et al., Evaluation
-techniques for storage hierarchies, IBM Systems Journal 9(2), 1970). Prefix closure costs it nothing: whoever uses a
-block uses the blocks before it, so these are needed no later. Evicting what is needed last, of equals the deepest,
-never leaves a hole.
+techniques for storage hierarchies, IBM Systems Journal 9(2), 1970). Prefix closure costs it nothing: a request that
+uses a block uses the blocks before it, so these are needed no later. Evicting the block that is needed last, of equals
+the deepest, never leaves a hole.
 
 The window of open requests is ignored: each request is over before the next one begins, and may pass through a tier
 that keeps nothing of it. Open requests only take room, and share no blocks computed in the same step, so with any

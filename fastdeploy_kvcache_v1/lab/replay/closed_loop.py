@@ -1,7 +1,7 @@
 """ClosedLoop: a replay in simulated time, in which the next turn of a session waits for the one before.
 
-A trace says when requests arrived at the server that it was taken from. A server that is slower, or faster, sees other
-times: nobody asks the next question before the last answer is there. So only first turns arrive at their timestamps.
+A trace says when requests arrived at the recorded server. A slower or faster server sees other times, because users
+wait for an answer before they ask again. So only first turns arrive at their timestamps.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .trace import TraceRequest
 class ClosedLoop(Replay):
     """Steps take `step_ms` of simulated time each, so a request runs for as many steps as it has output tokens.
 
-    A later turn arrives its `delay_ms` after the end of the turn before it. Where the trace does not say the delay, it
-    is what the two timestamps leave beside the steps of the turn before: a server on which nobody waits sees the times
-    of the trace. Nobody ends early to make room; who finds none waits. Deterministic: no clock is read.
+    A later turn arrives its `delay_ms` after the end of the turn before it. Without a delay in the trace, it is the
+    difference of the timestamps minus the steps of the turn before. So a server without waiting requests sees the times
+    of the trace. A request without room waits; none ends early to make room. Deterministic: no clock is read.
 
     Holds the whole trace in memory. Not thread-safe.
     """

@@ -16,8 +16,8 @@ class TraceHasher:
     """Turns the ids of a trace into hashes of `block_size`-token blocks. Not thread-safe.
 
     An id names its tokens *and* everything before them, so in a well-formed trace it always has the same parent id.
-    Where one does not (Qwen-Bailian's name the tokens alone), it means the same tokens after another prefix, which is
-    another block: the digest is chained over the parent's, so the two never match.
+    An id of Qwen-Bailian names the tokens alone, so the same id behind another prefix is another block. The digest is
+    chained over the parent's, so the two never match.
 
     One SHA-256 per id. Blocks of an id that stands for several share its digest and differ in an index; a block of
     several ids has the digest of the last one. Equal hashes mean an equal prefix, as with `block_hashing.BlockHasher`.

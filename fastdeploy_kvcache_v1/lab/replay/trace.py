@@ -4,9 +4,11 @@ One line per request: `{"timestamp": ms, "input_length": tokens, "output_length"
 stands for some tokens of the prompt (the last one for the rest, where a format names them), and for everything before
 them. How many a line says in `tokens_per_id`; else 512, as in Mooncake's, or 16, as in Qwen-Bailian's.
 
-Read besides, where it is there: `output_hash_ids`, which go on from the prompt's last full id through the output;
-`session_id`, the same in all lines of a session, and `delay`, milliseconds between the end of the turn before and this
-one (Mooncake's); `chat_id` and `parent_chat_id`, -1 for a first turn (Qwen-Bailian's, whose timestamps are in seconds).
+Optional fields:
+
+- `output_hash_ids`: ids that go on from the prompt's last full id through the output
+- `session_id`: the same in all lines of a session; `delay`: milliseconds since the end of the turn before (Mooncake)
+- `chat_id` and `parent_chat_id`, -1 for a first turn (Qwen-Bailian, whose timestamps are in seconds)
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ class TraceRequest(msgspec.Struct, kw_only=True):
 
 
 def read_trace(path: Path, limit: int | None = None, *, tokens_per_id: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of `path` (all by default); nothing behind them is read.
+    """Read the first `limit` requests of `path` (all by default), and nothing behind them.
 
-    Raises `TraceError` naming the file, and the line for a broken one; a trace without requests is broken too, and one
-    that does not tell how many tokens an id stands for, unless `tokens_per_id` does.
+    Raises `TraceError` naming the file, and the line if one is broken. Also raised for a trace without requests, and
+    for one whose number of tokens per id is unknown if `tokens_per_id` is not given.
     """
     if tokens_per_id is not None and tokens_per_id < 1:
         raise ConfigError(f"--tokens-per-id must be at least 1, got {tokens_per_id}")
