@@ -51,6 +51,7 @@ LONG = " ".join(["word"] * 31)
 @pytest.fixture
 def page(tmp_path, monkeypatch):
     """The certain hits in a page of this text: their lines and rules."""
+    text_rules._folders()  # cached: of the repository, not of the folder that takes its place
     monkeypatch.setattr(text_rules, "ROOT", tmp_path)
 
     def found(text: str) -> list[tuple[int, str]]:
