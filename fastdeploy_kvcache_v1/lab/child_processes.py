@@ -1,4 +1,4 @@
-"""A process that we started ends with us, or when it is asked to."""
+"""Child processes that end with their parent, or on request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PARENT_POLL_S = 1.0
 
 
 def die_with_parent_thread(number: int = signal.SIGKILL) -> None:
-    """The kernel sends `number` when the thread that started this process ends. On Linux only."""
+    """Have the kernel send `number` when the thread that started this process ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """`die_with_parent_thread`, and a thread that looks for the parent in case the kernel cannot."""
+    """`die_with_parent_thread`, and a thread that checks the parent in case the kernel does not."""
     die_with_parent_thread()
 
     def watch() -> None:
@@ -33,7 +33,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Ask it with SIGINT, and kill it after `grace_s` seconds. It has ended when this returns."""
+    """Send SIGINT, kill it after `grace_s` seconds, and wait for its end."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:

@@ -1,1 +1,1 @@
-"""SmolLM2, fetched once, converted once to a Hugging Face directory, and kept in the user's cache directory."""
+"""SmolLM2, fetched and converted once to a Hugging Face directory in the user's cache directory."""

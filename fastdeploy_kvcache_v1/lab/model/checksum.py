@@ -1,21 +1,20 @@
-"""A model whose KV is a checksum of everything before it: one wrong bit anywhere changes the tokens that follow.
+"""A model whose KV is a checksum of all tokens before it: one wrong bit changes all later tokens.
 
-Each key-value head carries a 64-bit state from layer to layer. In each layer, a token's row is an expansion of its
-state, in every role. Its next state mixes in a checksum of *all* bytes of all rows up to its own:
+Each key-value head carries a 64-bit state from layer to layer. A token's row in a layer is an expansion of its state.
+Its next state mixes in a checksum of *all* bytes of all rows up to its own:
 
     row[p]   = expand(state[p])                                  bytes of every role of this layer and head
     chain[p] = sum over q <= p of mix(checksum(row[q]) + q)
     state[p] = mix(state[p] ^ chain[p])                          for the next layer
 
-`mix` loses nothing, so a bit that is wrong, stale, torn or missing in any row changes the states of every later token.
-Whole numbers only: whole, in chunks, one by one or in other blocks, a token's state is the same to the last bit.
+`mix` is a bijection, so a wrong, stale or missing bit in any row changes the states of all later tokens. All numbers
+are integers: a token's state does not depend on chunks, batches or blocks.
 
-The states of all heads after the last layer, added up, choose the next token. So heads can be split over ranks, which
-add up their sums. Where all ranks cache the same bytes the first one's sum counts, and any difference from it.
+The sum of all heads' states after the last layer chooses the next token. So heads can be split over ranks, which add
+up their sums. If all ranks cache the same bytes, the first rank's sum counts, and any difference from it.
 
-With a draft layer some tokens depend on the token before them alone, and those can be guessed. A row of the draft layer
-is made of the last layer's row; a guess is good only if that is so for all rows up to it. So a wrong bit in the draft
-layer costs every later guess, and no token.
+With a draft layer, some tokens depend on the token before them alone and can be guessed. A row of the draft layer is
+made of the last layer's row, and a guess needs all rows before it. A wrong bit there spoils later guesses, not tokens.
 """
 
 from __future__ import annotations
@@ -42,31 +41,31 @@ States = NDArray[np.uint64]
 U64 = np.uint64
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: its multiples are far apart."""
+"""2**64 divided by the golden ratio, so its multiples are far apart."""
 
 LOGIT_SCALE = np.float32(2.0**-21)
 """Logits are 24 random bits, from 0 to 8."""
 
 
 def mix(x: States) -> States:
-    """Every bit of the result depends on every bit of `x`; no two numbers give the same (the end of splitmix64)."""
+    """A bijection in which each bit of the result depends on each bit of `x` (the end of splitmix64)."""
     x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
     return x ^ (x >> U64(31))
 
 
 def factors(seed: int, *shape: int) -> States:
-    """Odd numbers, by which one can multiply without losing a bit."""
+    """Odd factors: multiplication by them is a bijection."""
     start = U64((seed * GOLDEN) % 2**64)
     numbers = mix(start + np.arange(1, 1 + int(np.prod(shape)), dtype=U64) * U64(GOLDEN))
     return (numbers | U64(1)).reshape(shape)
 
 
 class RoleRows:
-    """One role's rows in one layer. A row is `width` bytes, computed with as 64-bit words."""
+    """One role's rows in one layer. A row is `width` bytes, processed as 64-bit words."""
 
     def __init__(self, role: RoleSpec, heads: slice, seed: int) -> None:
-        """`heads`: of the whole model, those that are cached here."""
+        """`heads`: the model's heads that are cached here."""
         axis = 0 if role.role == "indexer" else 1  # of the block's tokens
         self.num_heads, self.block_size = (1, *role.block_shape)[axis], role.block_shape[axis]
         self._item_bytes = DTYPE_BYTES[role.dtype]
@@ -106,7 +105,7 @@ class RoleRows:
 
 
 class Places:
-    """Where the rows of one sequence lie, `[0, end)`; those of the tokens to compute are `[start, end)`."""
+    """Places of a sequence's rows `[0, end)`; the tokens to compute are `[start, end)`."""
 
     def __init__(self, sequence: SequenceSlice, block_size: int) -> None:
         positions = np.arange(sequence.end)
@@ -128,7 +127,7 @@ class ChecksumModel:
     """Keeps no sequence between calls; calls must not overlap. `StepRunner` runs it."""
 
     def __init__(self, config: ChecksumConfig, layout: CacheLayout, *, seed: int = 0, ranks: Ranks = ONE_RANK) -> None:
-        """`config` of the whole model, `layout` of this rank's cache. The tokens depend on `seed`."""
+        """`config` of the whole model, `layout` of this rank's cache. `seed` decides the tokens."""
         self.config = config
         self._ranks = ranks
         self._alike = config.ranks_cache_alike
@@ -236,7 +235,7 @@ class ChecksumModel:
         return (mix(values[:, None] * self._vocabulary) >> U64(40)).astype(np.float32) * LOGIT_SCALE
 
     def _is_guessable(self, position: int) -> bool:
-        """Whether the token there depends on the one before it alone. Nearly half of them do, never four in a row."""
+        """True: the token depends on the one before it alone. Nearly half of them do, at most three in a row."""
         return self.config.guessable and position % 4 != 0 and (position * GOLDEN) % 2**64 >> 61 < 5
 
     def _of_token(self, token: int) -> int:

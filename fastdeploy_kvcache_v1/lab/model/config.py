@@ -1,4 +1,4 @@
-"""What a model looks like: the random one, or one of a Hugging Face `config.json`. Pure Python: no paddle."""
+"""Descriptions of models: the random one, or a Hugging Face `config.json`. Needs no paddle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 class ChecksumConfig(Struct, frozen=True, rename=NAMES):
-    """The random model, see `checksum`: a cache of any layout, and no numbers but checksums of it."""
+    """The random model (`checksum`), with a cache of any layout."""
 
     family: str = DEFAULT_FAMILY
     """Name in `attention.layouts`."""
@@ -54,19 +54,19 @@ class ChecksumConfig(Struct, frozen=True, rename=NAMES):
     max_position: Size = 32_768
     """Longest sequence, prompt and output together."""
     num_draft_layers: int = 0
-    """1 with a layer that guesses the token after the next one, cached behind the others."""
+    """1 with a layer that guesses the token after the next one. Its cache is behind the others."""
     guessable: bool = False
-    """Some tokens depend on the one before them alone: a draft layer guesses those."""
+    """Some tokens depend on the one before them alone, and a draft layer guesses them."""
 
     @property
     def ranks_cache_alike(self) -> bool:
-        """Whether every tensor-parallel rank's cache holds the same bytes, because it has no heads to split."""
+        """True: without heads to split, all ranks cache the same bytes."""
         return "num_kv_heads" not in needed_numbers(self.family)
 
     def shard(self, size: int) -> ChecksumConfig:
-        """What one of `size` tensor-parallel ranks caches: its share of the heads, if there are heads to split.
+        """The cache of one of `size` tensor-parallel ranks: its share of the heads, if any.
 
-        Raises `ConfigError` for a number of heads that `size` does not divide.
+        Raises `ConfigError` if `size` does not divide the heads.
         """
         if self.ranks_cache_alike:
             return self
@@ -75,9 +75,9 @@ class ChecksumConfig(Struct, frozen=True, rename=NAMES):
         return replace(self, num_kv_heads=self.num_kv_heads // size)
 
     def cache_backend(self, *, block_size: int, dtype: str) -> AttentionCacheBackend:
-        """What its cache looks like, with blocks of `block_size` tokens. Takes no memory; raises `ConfigError`.
+        """The layout of its cache in blocks of `block_size` tokens. Takes no memory. Raises `ConfigError`.
 
-        `dtype` is that of the values, or `BLOCK_WISE_FP8`. Sparse attention has a format of its own and ignores it.
+        `dtype` of the values, or `BLOCK_WISE_FP8`. Sparse attention has its own format and ignores it.
         """
         one_of("the cache dtype", CACHE_DTYPES, dtype)
         geometry = CacheGeometry(
@@ -95,13 +95,13 @@ class ChecksumConfig(Struct, frozen=True, rename=NAMES):
 
 
 class RopeConfig(Struct, frozen=True):
-    """Rotary embedding, by Hugging Face's names; without type "llama3" only `rope_theta` matters."""
+    """Rotary embedding by Hugging Face's names. Without type "llama3" only `rope_theta` counts."""
 
     rope_type: str = ""
     type: str = "default"
-    """As older configurations call it."""
+    """Name in older configurations."""
     rope_theta: Positive = 0.0
-    """0: what stands beside these settings."""
+    """0: the value beside these settings."""
     partial_rotary_factor: float = 1.0
     factor: Positive = 0.0
     low_freq_factor: Positive = 0.0
@@ -128,7 +128,7 @@ class RopeConfig(Struct, frozen=True):
 class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
     """Sizes and variants of a decoder: pre-norm, rotary embedding, grouped-query attention, SwiGLU; see `llama`.
 
-    Defaults are Hugging Face's. Raises `ValueError` when constructed with what `llama` does not compute.
+    Defaults are Hugging Face's. The constructor raises `ValueError` for values that `llama` does not compute.
     """
 
     architectures: tuple[str, ...] = ()
@@ -137,9 +137,9 @@ class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
     intermediate_size: Size
     num_heads: Size
     num_kv_heads: Size = 0
-    """0: as many as heads, set when constructed."""
+    """0: as many as heads, set by the constructor."""
     head_dim: Size = 0
-    """0: likewise, by the hidden size or the architecture."""
+    """0: by the hidden size or the architecture, set by the constructor."""
     vocab_size: Size
     max_position: Size
     """Longest sequence, prompt and output together."""
@@ -148,7 +148,7 @@ class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
     partial_rotary_factor: float = 1.0
     rope_scaling: RopeConfig | None = None
     rope_parameters: RopeConfig | None = None
-    """As newer configurations call it."""
+    """Name in newer configurations."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     hidden_act: str = "silu"
@@ -222,9 +222,9 @@ ModelConfig: TypeAlias = ChecksumConfig | LlamaConfig
 
 
 def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool = False) -> ModelConfig:
-    """Of the model in directory `path`; None is the random model, of a `family` and with a draft layer if `mtp`.
+    """The model in directory `path`. None: the random model, of a `family` and with a draft layer if `mtp`.
 
-    Raises `ModelError`, one line, when the directory has no usable `config.json` or it asks for what is not supported.
+    Raises `ModelError`, one line, for a missing or unsupported `config.json`.
     """
     if path is None:
         return ChecksumConfig(family or DEFAULT_FAMILY, num_draft_layers=int(mtp), guessable=mtp)
@@ -238,5 +238,5 @@ def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool
     given = read_json(source)
     if not given.get("checksum_model"):
         return converted(given, LlamaConfig, source)
-    # Of a directory that `write_random_directory` made; with `kv_lora_rank` its cache is that of latent attention.
+    # Made by `write_random_directory`; with `kv_lora_rank` it has the cache of latent attention.
     return replace(converted(given, ChecksumConfig, source), family="mla" if "kv_lora_rank" in given else "gqa")

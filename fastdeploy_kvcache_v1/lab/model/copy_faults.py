@@ -1,10 +1,9 @@
-"""Test hook: make the worker's copies slow or failing, as real links are now and then.
+"""Test hook that makes the worker's copies slow or failing, by `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server:
 
-The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
-`{"seed": 1, "max_delay_ms": 5, "delay_ms": {"swap_in": 20}, "fail": {"swap_in": [0, 9], "swap_out": "all"}}`:
-every copy first sleeps a random time plus the time of its stream. The named calls on a stream, counted from 0, fail.
-Streams are `input` (swap-in, a call per layer) and `output` (swap-out). `"ranks": [1]` limits all this to these
-tensor-parallel ranks.
+    {"seed": 1, "max_delay_ms": 5, "delay_ms": {"swap_in": 20}, "fail": {"swap_in": [0, 9], "swap_out": "all"}}
+
+Each copy first sleeps a random time, and the time of its stream. The named calls on a stream, from 0, fail. Swap-in has
+a call per layer. `"ranks": [1]` limits it to these tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
 
 
 class InjectedCopyError(RuntimeError):
-    """A copy that was asked to fail."""
+    """An injected failure of a copy."""
 
 
 class CopyFaults:
-    """A `CpuRuntime` delay hook. Each stream calls it from its own thread, with its own counter and random numbers."""
+    """A `CpuRuntime` delay hook. Each stream has a thread, a counter and random numbers of its own."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """JSON files of a model directory, and the directory of the random model: configuration, tokenizer and chat template.
 
-A token of the random model is a byte of UTF-8, and the eight tokens above them are special. Its "weights" are one
-number, `checksum.seed`. Every complaint is a `ModelError`, one line, that names the file.
+A token of the random model is a byte of UTF-8, or one of eight special tokens above. Its only weight is the number
+`checksum.seed`. Errors are a `ModelError` of one line that names the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, without what is null: a default, in these files. Raises `ModelError`."""
+    """The object in `path`, without null values, which mean a default. Raises `ModelError`."""
     if not path.is_file():
         raise ModelError(f"{path.parent} is not a usable model directory: {path.name} is missing or not a regular file")
     try:
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def converted(values: dict[str, Any], kind: type[T], source: Path) -> T:
-    """The fields of the struct `kind` out of `values` of the file `source`. Raises `ModelError` for a wrong one."""
+    """The struct `kind` from `values` of the file `source`. Raises `ModelError`."""
     try:
         return msgspec.convert(values, type=kind)
     except msgspec.MsgspecError as error:
@@ -38,23 +38,22 @@ def converted(values: dict[str, Any], kind: type[T], source: Path) -> T:
 
 
 RANDOM_DIRECTORY = Path(__file__).parent / "random"
-"""What needs no weights reads this one."""
+"""Directory for readers that need no weights."""
 
 SEED = "checksum.seed"
-"""Name of the only tensor."""
 
 WEIGHTS = "model.safetensors"
 
 
 def write_random_directory(directory: Path, *, seed: int = 0) -> Path:
-    """A copy with weights: all that FastDeploy and its worker read. The same seed gives the same bytes."""
+    """Write a copy with weights, for FastDeploy and its worker. Equal seeds give equal bytes."""
     shutil.copytree(RANDOM_DIRECTORY, directory, dirs_exist_ok=True)
     write_seed(directory, seed)
     return directory
 
 
 def write_seed(directory: Path, seed: int) -> None:
-    """Other weights, at once."""
+    """Replace the weights atomically."""
     from safetensors.numpy import save_file
 
     temporary = directory / f"{WEIGHTS}.tmp"
@@ -63,7 +62,6 @@ def write_seed(directory: Path, seed: int) -> None:
 
 
 def read_seed(directory: Path) -> int:
-    """Raises `ModelError` for a directory without."""
     from .weights import Checkpoint
 
     return int(Checkpoint(directory).read(SEED, (1,))[0])

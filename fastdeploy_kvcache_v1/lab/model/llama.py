@@ -1,11 +1,11 @@
 """Llama, Qwen2 and Qwen3 in float32 over a paged KV cache, batch-invariant to the last bit.
 
-The logits and the KV of a token depend only on the tokens before it. Other sequences of the batch, chunks of its
-prompt, prefill or decode, and the source of its prefix's KV make no difference. `plan` explains why.
+The logits and the KV of a token depend on the tokens before it alone. Batch, chunks, prefill or decode, and the source
+of its prefix's KV change no bit. `plan` explains why.
 
-Rule: operations whose rounding depends on their shape (matrix products, reductions, exp) get whole rows. The math
-library computes a row alike, independent of the other rows, see `reproducible`. Only copies, and element-wise
-operations that IEEE 754 rounds exactly, run on any number of rows at once.
+Rule: operations whose rounding depends on the shape (matrix products, reductions, exp) get whole rows. The math library
+computes a row alike beside any other rows, see `reproducible`. Only copies and elementwise operations that IEEE 754
+rounds exactly run on any number of rows.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Tensor = Any
 Array = NDArray[np.float32]
 
 ROWS = 256
-"""Computed together at most: more would leave the L2 cache."""
+"""Rows computed together: more would leave the L2 cache."""
 
 
 class Llama:
-    """Weights on the CPU. Keeps no sequence between calls; calls must not overlap. `StepRunner` runs it.
+    """Weights on the CPU. Keeps no sequence between calls, which must not overlap. `StepRunner` runs it.
 
     Call `configure_reproducible_math` before the first import of this module.
     """
@@ -59,7 +59,7 @@ class Llama:
 
     @classmethod
     def load(cls, path: Path, config: LlamaConfig) -> Llama:
-        """From a model directory. Raises as the constructor."""
+        """Load a model directory. Raises like the constructor."""
         return cls(Checkpoint(path), config)
 
     def forward(
@@ -68,7 +68,7 @@ class Llama:
         caches: Sequence[Tensor],
         before_layer: Callable[[int], None] = lambda layer: None,
     ) -> list[Logits]:
-        """As `step_runner.Model`. `caches` are keys and values, layer by layer."""
+        """See `step_runner.Model`. `caches`: keys and values, layer by layer."""
         if len(caches) != 2 * len(self._layers):
             raise ValueError(f"{len(self._layers)} layers need {2 * len(self._layers)} caches, got {len(caches)}")
         if not sequences:
@@ -104,7 +104,7 @@ class Llama:
         return np.concatenate(computed)
 
     def _extend_rope_tables(self, num_slots: int) -> None:
-        """To the positions that caches of `num_slots` tokens can hold: what a model says it can do may be far more."""
+        """Extend to the positions that `num_slots` cached tokens need. The model's own limit may be far larger."""
         num_positions = min(self.config.max_position, num_slots)
         if len(self._cos) < num_positions:
             self._cos, self._sin = rope_tables(self.config.rope, self.config.head_dim, num_positions)
@@ -113,8 +113,8 @@ class Llama:
 class _Layer:
     """The weights of one layer, and what it computes before and after attention.
 
-    Linear weights are `[out, in]`, as they are stored: a product of few rows reads them faster so. The softmax scale
-    rides on the queries: on their projection, or on their norm where one follows it.
+    Linear weights are `[out, in]`, as stored: products of few rows are faster. The queries' projection, or their norm,
+    has the softmax scale.
     """
 
     def __init__(self, weights: Checkpoint, prefix: str, config: LlamaConfig) -> None:
@@ -163,7 +163,7 @@ class _Layer:
 
 
 class _Attention:
-    """Attention of one forward pass, made once and used by one layer after the other: `write`, then `attend`.
+    """Attention of one forward pass, used by each layer in turn: `write`, then `attend`.
 
     `keys` and `values` of a layer's cache are `[num_blocks * num_kv_heads * block_size, head_dim]`.
     """
@@ -192,7 +192,7 @@ class _Attention:
         return paddle.gather(heads, self._query_rows)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """`[rows, num_heads * head_dim]`. Only now is anything of the cache read."""
+        """`[rows, num_heads * head_dim]`. The first read of the cache."""
         parts = [self._attend_bucket(*bucket, queries, keys, values) for bucket in self._buckets]
         return paddle.gather(_join(parts), self._attention_rows).reshape([self._num_rows, -1])
 
@@ -223,8 +223,8 @@ class _Attention:
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Normalize over the last axis of `[rows, n]`.
 
-    In NumPy, because paddle's rsqrt rounds differently in the last elements of a vector and is slow when it broadcasts.
-    Its fused kernel kills the process on a processor without AVX-512.
+    In NumPy: paddle's rsqrt rounds the last elements of a vector differently and broadcasts slowly. Its fused kernel
+    kills the process on a processor without AVX-512.
     """
     result = paddle.empty(x.shape, dtype=x.dtype)  # FastDeploy sets another default
     rows, out = as_array(x), as_array(result)
@@ -258,7 +258,7 @@ def _tensor(array: Array) -> Tensor:
 
 
 def _split(rows: Tensor) -> list[Tensor]:
-    """Into what is computed together."""
+    """Split rows into groups that are computed together."""
     return [rows[start : start + ROWS] for start in range(0, rows.shape[0], ROWS)]
 
 

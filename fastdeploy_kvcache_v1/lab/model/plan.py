@@ -1,16 +1,14 @@
-"""Where everything of one batch lies: the index arithmetic of a forward pass, done once for all layers. NumPy only.
+"""The index arithmetic of a forward pass, done once for all layers. NumPy only.
 
-The keys that a token looks at are padded to a multiple of `SEGMENT` that follows from its position alone. Tokens of
-one sequence that share them are a bucket, and attention runs per bucket:
+A token's keys are padded to a multiple of `SEGMENT` that depends on its position alone. Tokens of a sequence with the
+same padded keys are a bucket, and attention runs per bucket:
 
     keys       [0 .......................... head)[head ...... head + SEGMENT)
     bucket                                        its positions all lie here
     validity   all valid for every row            causal mask
 
-So the lengths over which a token's sums run depend on its position only: not on the batch, not on how the prompt was
-cut, not on what was cached. What differs between runs cannot reach it: masked keys (probability exactly 0), and how
-many rows a matrix product has beside the token's own. That the latter cannot reach it is a promise of the math library,
-see `reproducible`.
+So the lengths of a token's sums depend on its position only, not on batch, chunks or hits. Masked keys have a
+probability of exactly 0. The math library keeps a row independent of other rows of a product, see `reproducible`.
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive rows of one sequence that look at the same padded keys."""
+    """Consecutive rows of a sequence with the same padded keys."""
 
     rows: range
     """In the batch's numbering."""
     first: int
-    """Place of the first row within the last segment: row `i` may look at that segment's keys up to `first + i`."""
+    """Place of the first row in the last segment: row `i` sees that segment's keys up to `first + i`."""
     cache_rows: Index
     """`[num_kv_heads * n]`: rows of a cache tensor, by key-value head; n is a multiple of `SEGMENT`."""
 
     def mask(self, group: int) -> NDArray[np.float32]:
-        """`[group * rows, SEGMENT]`: 0 where a row looks at a key of the last segment, else -inf."""
+        """`[group * rows, SEGMENT]`: 0 where a row sees a key of the last segment, else -inf."""
         positions = np.tile(self.first + np.arange(len(self.rows)), group)
         return np.where(np.arange(SEGMENT) <= positions[:, None], np.float32(0), np.float32(-np.inf))
 
@@ -61,14 +59,14 @@ class BatchPlan:
     query_rows: Index
     """`[rows * num_heads]`: head rows of the queries, by bucket, then head, then row of the bucket."""
     attention_rows: Index
-    """`[rows * num_heads]`: the way back from that order to rows, then heads."""
+    """`[rows * num_heads]`: from that order back to rows, then heads."""
     key_rows: Index
     """`[rows * num_kv_heads]`: head rows of the new keys; the values come `num_kv_heads` rows later."""
     cache_rows: Index
-    """`[rows * num_kv_heads]`: where they go in a cache tensor."""
+    """`[rows * num_kv_heads]`: their rows in a cache tensor."""
     buckets: list[Bucket]
     last_rows: list[int]
-    """Row of the last token of each slice whose logits are asked for."""
+    """Row of the last token of each slice that needs logits."""
 
     @classmethod
     def build(

@@ -1,11 +1,10 @@
-"""The tensor-parallel ranks of one model: what they tell each other while they compute a step.
+"""Exchange between the tensor-parallel ranks of a model while they compute a step.
 
-A step is a sequence of rounds, the same on every rank. In each round every rank gives its part, or says that it failed,
-and every rank gets the same answer: all parts in rank order, or the failure. So what one rank cannot do no rank does,
-and a token is sampled on all ranks or on none.
+A step has the same rounds on each rank. In a round each rank gives its part or its failure, and all ranks get the same
+answer: all parts in rank order, or the failure. So a token is sampled on all ranks or on none.
 
-Rank 0 collects the parts and sends out all of them, over one connection per other rank. So two ranks never write to
-each other at the same time, and a rank that ended is noticed at once.
+Rank 0 collects and sends the parts over one connection per rank. So no two ranks write to each other at the same time,
+and the end of a rank is noticed at once.
 """
 
 from __future__ import annotations
@@ -21,29 +20,26 @@ from ...errors import RankLostError, RanksDisagreeError, TransferError
 __all__ = ["ONE_RANK", "PeerError", "PeerTransferError", "Ranks", "inherited_pipes", "rank_pipes"]
 
 DATA, COPY_FAILED, FAILED = range(3)
-"""What a part is. Of two failures in one round, the greater number is told."""
+"""Kinds of parts. Of two failures in a round, the greater number wins."""
 
 
 class PeerTransferError(TransferError):
-    """A copy failed on some rank; every rank gets this error."""
+    """A copy failed on some rank. All ranks get this error."""
 
 
 class PeerError(RuntimeError):
-    """Computing failed on some rank; every rank gets this error."""
+    """Computing failed on some rank. All ranks get this error."""
 
 
 class Ranks:
-    """One rank's view of its group, whose ranks are processes of one machine and user: what arrives is unpickled.
-
-    One thread uses it.
-    """
+    """One rank's view of its group: processes of one user, because messages are unpickled. Not thread-safe."""
 
     def __init__(
         self, rank: int, peers: Sequence[Connection] = (), *, size: int = 1, timeout_s: float | None = None
     ) -> None:
-        """`peers` of rank 0 are the connections to ranks 1, 2, ...; of another rank the one to rank 0. It owns them.
+        """Owns `peers`: of rank 0 the connections to ranks 1, 2, ...; of another rank the one to rank 0.
 
-        A rank that sends nothing for `timeout_s` counts as lost; None sets no limit.
+        A rank that sends nothing for `timeout_s` is lost; None sets no limit.
         """
         self.rank, self.size = rank, size
         self._peers = list(peers)
@@ -51,23 +47,22 @@ class Ranks:
         self._round = 0
 
     def exchange(self, part: bytes) -> list[bytes]:
-        """The parts of all ranks, in rank order.
-
-        Raises `PeerTransferError` or `PeerError` where a rank failed, `RankLostError` where one does not answer.
+        """The parts of all ranks, in rank order. Raises `PeerTransferError` or `PeerError` if a rank failed,
+        `RankLostError` if one does not answer.
         """
         return self._exchange(DATA, part)
 
     def agree(self, result: bytes) -> None:
-        """Every rank has come to this `result`. Raises as `exchange`, `RanksDisagreeError` if they differ."""
+        """Compare `result` on all ranks. Raises like `exchange`, and `RanksDisagreeError` for a difference."""
         if len(set(self._exchange(DATA, result))) > 1:
             raise RanksDisagreeError("the ranks computed different tokens for the same step (a bug)")
 
     def union(self, numbers: Iterable[int]) -> set[int]:
-        """What any rank gives. Raises as `exchange`."""
+        """The union of all ranks' parts. Raises like `exchange`."""
         return set().union(*self._exchange(DATA, set(numbers)))
 
     def fail(self, error: Exception) -> NoReturn:
-        """This rank cannot take part in the next round, for this reason. Raises what every other rank gets, too."""
+        """Fail the next round for this reason. Raises the error that all ranks get."""
         if self.size == 1:
             raise error
         is_copy = isinstance(error, TransferError)
@@ -75,12 +70,11 @@ class Ranks:
         raise AssertionError("a round with a failed rank gives no parts")
 
     def close(self) -> None:
-        """Idempotent."""
         for peer in self._peers:
             peer.close()
 
     def _exchange(self, kind: int, part: Any) -> list[Any]:
-        """One round. The parts of all ranks; raises where one of them is a failure."""
+        """One round: the parts of all ranks. Raises for a failure among them."""
         if self.rank == 0:
             parts = [(kind, part), *(self._receive(peer, rank) for rank, peer in enumerate(self._peers, 1))]
             for rank, peer in enumerate(self._peers, 1):
@@ -116,17 +110,16 @@ class Ranks:
 
 
 ONE_RANK = Ranks(0)
-"""A model that is not split."""
 
 
 def rank_pipes(size: int) -> list[list[Connection]]:
-    """Make the `peers` of each of `size` ranks, in the process that starts them: ranks inherit their connections."""
+    """The `peers` of each of `size` ranks, made by the process that starts the rank processes, which inherit them."""
     pairs = [Pipe() for _ in range(size - 1)]
     return [[first for first, _ in pairs], *([other] for _, other in pairs)]
 
 
 def inherited_pipes(descriptors: Iterable[str]) -> list[Connection]:
-    """Pipes of this process by the numbers of their file descriptors. No process that it starts inherits them."""
+    """Pipes of this process by file descriptor. Its child processes do not inherit them."""
     numbers = [int(each) for each in descriptors]
     for number in numbers:
         os.set_inheritable(number, False)

@@ -1,4 +1,4 @@
-"""Settings that make the math library repeat itself, bit for bit. They work only before paddle is first imported."""
+"""Settings that make the math library repeat results bit for bit. Effective before paddle's first import only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ MAX_DEFAULT_THREADS = 2
 
 
 def default_threads() -> int:
-    """Threads to compute with by default: the physical cores that this process may use but one, up to a limit.
-
-    One core is left for the server and the copies: on a busy machine of two cores, two threads took twice as long as
-    one.
+    """Physical cores of this process minus one for server and copies, up to a limit. On two busy cores, two threads
+    took twice as long as one.
     """
     cores = psutil.cpu_count(logical=False) or 1
     return max(1, min(MAX_DEFAULT_THREADS, cores - 1, len(os.sched_getaffinity(0)) - 1))
@@ -28,11 +26,10 @@ def default_threads() -> int:
 def configure_reproducible_math(num_threads: int = 1) -> bool:
     """Fix the instruction set, rounding mode and thread count of the math library through environment variables.
 
-    `MKL_CBWR` gets its strict mode: a GEMM uses the same instructions for any alignment and any number of threads. On
-    AMD processors, MKL otherwise picks its slowest kernels, so it is told that AVX2 is there. Idle threads sleep at
-    once, because copies and servers need the cores too. Variables that are set already are left alone. Returns False,
-    changing nothing, if paddle is loaded already: the library keeps its default mode, and a token may depend on others
-    in its batch.
+    `MKL_CBWR` gets its strict mode: the same instructions for a GEMM with any alignment and number of threads. On AMD
+    processors MKL would take its slowest kernels, so AVX2 is forced. Idle threads sleep, because copies and servers
+    need the cores too. Variables that are set are kept. Returns False, without a change, if paddle is loaded: a token's
+    result may then depend on its batch.
     """
     if "paddle" in sys.modules:
         logger.warning("paddle is loaded already: the math library keeps its default mode")

@@ -1,4 +1,4 @@
-"""Choose the next token. A pure function: the same logits, parameters and position give the same token anywhere."""
+"""Choose the next token. Equal logits, parameters and positions give equal tokens on any machine."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen. The reader of a request checks the values."""
+    """Parameters of a request's sampling, unchecked."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
-    """0 is greedy; otherwise the logits are divided by it."""
+    """Divides the logits; 0 is greedy."""
     top_p: Share = 1.0
-    """Sample from the smallest set of most likely tokens that holds at least this probability; 0 is greedy."""
+    """Sample from the smallest set of most likely tokens with at least this probability; 0 is greedy."""
     top_k: Annotated[int, Meta(ge=-1)] = 0
-    """Sample from this many of the most likely tokens, before `top_p` counts; 1 is greedy, 0 and -1 take all."""
+    """Sample from this many most likely tokens, before `top_p`; 1 is greedy, 0 and -1 take all."""
     min_p: Share = 0.0
-    """Leave out tokens that are less likely than this share of the most likely one."""
+    """Leave out tokens below this share of the most likely token's probability."""
     seed: int = 0
     """Any 64-bit integer, signed or unsigned."""
     banned_tokens: tuple[int, ...] = ()
-    """Ids that are never drawn. Some other token must be left."""
+    """Ids that are never drawn. Another token must remain."""
 
 
 def sample(logits: NDArray[np.float32], params: SamplingParams, position: int) -> int:
@@ -59,7 +59,7 @@ def sample(logits: NDArray[np.float32], params: SamplingParams, position: int) -
 
 
 def _candidates(weights: NDArray[np.float64], params: SamplingParams) -> NDArray[np.int64]:
-    """Ids of the tokens that may be drawn; the largest weight is 1. Most likely first, unless it is all of them."""
+    """Ids that may be drawn and their weights, up to 1. Most likely first, unless all may be."""
     if params.top_p == 1 and params.top_k <= 0 and params.min_p == 0:
         return np.arange(len(weights), dtype=np.int64)
     order = np.argsort(-weights, kind="stable")

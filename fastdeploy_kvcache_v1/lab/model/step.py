@@ -1,7 +1,4 @@
-"""One step of the model: what each request needs computed, what a pass computes of it, and what came of it.
-
-Plain picklable data.
-"""
+"""One step of the model: its tasks, the slices of a pass, and the result. Plain picklable data."""
 
 from __future__ import annotations
 
@@ -24,18 +21,18 @@ Logits = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """The tokens of one sequence that a pass of the model computes."""
+    """Tokens of a sequence that one pass computes."""
 
     token_ids: NDArray[np.int64]
-    """`[n]`, n >= 1. Where images are, numbers that stand for their content."""
+    """`[n]`, n >= 1. Placeholders of images are replaced by numbers for their content."""
     start: int
-    """Position of the first of them; the KV of all earlier positions is in the cache."""
+    """Position of the first token. The KV of all earlier positions is in the cache."""
     block_table: Sequence[int]
     """Cache blocks of the sequence in order, covering at least `start + n` tokens."""
     needs_logits: bool = True
-    """Whether to compute the logits after the last token."""
+    """Compute the logits after the last token."""
     num_drafts: int = 0
-    """Last tokens that are guesses: logits are computed after each of them, and after the token before them."""
+    """Number of guesses at the end. Logits are computed after each of them and after the token before."""
 
     @property
     def end(self) -> int:
@@ -46,7 +43,7 @@ class SequenceSlice:
         return self.num_drafts + 1 if self.needs_logits else 0
 
     def check(self, *, max_position: int, num_blocks: int, block_size: int) -> None:
-        """Raises `ValueError` where it does not fit the model, its block table or the cache."""
+        """Raises `ValueError` if it does not fit the model, its block table or the cache."""
         table = self.block_table
         if len(self.token_ids) < 1 or self.start < 0:
             raise ValueError(f"a slice needs at least one token and a start of at least 0, got {self}")
@@ -60,7 +57,7 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class StepTask:
-    """Everything the worker needs to advance one request by one step; the worker keeps nothing between steps."""
+    """One request's part of a step. The worker keeps nothing between steps."""
 
     request_id: str
     token_ids: list[int]
@@ -70,24 +67,24 @@ class StepTask:
     block_table: list[DeviceSlot]
     """Covers at least `start + len(token_ids)` tokens."""
     needs_logits: bool
-    """True when the last token of `token_ids` is the request's last one: sample its successor."""
+    """The last of `token_ids` is the request's last token: sample the next one."""
     sampling: SamplingParams
     drafts: tuple[int, ...] = ()
-    """Guesses of the tokens behind `token_ids`; the block table covers them. Only with `needs_logits`."""
+    """Guesses of the next tokens, covered by the block table. Only with `needs_logits`."""
     images: tuple[PlacedImage, ...] = ()
-    """Those that `token_ids` has placeholders of."""
+    """Images with placeholders in `token_ids`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Answer to one batch. A request of the batch that is in neither `retry` nor `errors` was computed."""
+    """Answer to a batch. A request in neither `retry` nor `errors` was computed."""
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By request id, for tasks with `needs_logits`: the sampled token, and one more for each draft that was right."""
+    """By request id, for tasks with `needs_logits`: the sampled token, and one for each right draft."""
     drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Guesses of the tokens after those."""
+    """Guesses of the next tokens."""
     retry: dict[str, str] = field(default_factory=dict)
-    """Reason by request id: a copy it depends on failed, nothing of this step may be kept; compute it again."""
+    """Reason by request id: a copy that it needs failed. Keep nothing of this step and recompute it."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Reason by request id: its computation raised; do not try again."""
+    """Reason by request id: its computation raised. Do not retry."""
     report: WorkerReport = field(default_factory=WorkerReport)

@@ -1,4 +1,4 @@
-"""One step in the worker: copies, forward pass, sampling. Keeps nothing about requests between steps."""
+"""A step in the worker: copies, forward pass, sampling. Keeps no request between steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Guess(Protocol):
-    """Of a model with a draft layer: the last one in its caches, behind those that `forward` computes."""
+    """The draft layer of a model: the last one in its caches, behind those of `forward`."""
 
     def __call__(
         self,
@@ -32,36 +32,34 @@ class Guess(Protocol):
         caches: Sequence[Any],
         before_layer: Callable[[int], None],
     ) -> list[int | None]:
-        """Write the draft layer's rows of slices that `forward` has computed, and say what follows the token `chosen`
-        behind each of them; None where none was. Otherwise as `Model.forward`.
+        """Write the draft layer's rows of slices after `forward`, and guess the token after the one `chosen` for each,
+        None where none was. Otherwise like `Model.forward`.
         """
 
 
 class Model(Protocol):
-    """Computes steps. Calls do not overlap; no state except the caches is kept between them.
+    """The computation. Calls do not overlap, and only the caches outlive them.
 
     `caches` are the tensors of the model's layout, layer by layer, roles in role order. `before_layer(l)` is called
-    once for each layer, in order, after the new rows of layer `l` are written and before its caches are read. It may
-    wait for copies into other slots. Its exception ends the call, which can then be repeated. A call writes exactly
-    the slots of the given tokens, and reads only slots of positions up to them.
+    once per layer, in order, after the new rows of layer `l` are written and before its caches are read. It may wait
+    for copies into other slots. Its exception ends the call, which may be repeated. A call writes exactly the slots of
+    its tokens, and reads only slots of positions up to them.
     """
 
     def forward(
         self, sequences: Sequence[SequenceSlice], caches: Sequence[Any], before_layer: Callable[[int], None]
     ) -> list[Logits]:
-        """Compute the slices: `num_logits` rows for each of them.
-
-        Raises `ValueError` for slices that do not fit the model, their block tables or the caches; with several ranks
-        also as `Ranks.exchange`.
+        """Compute the slices: `num_logits` rows for each. Raises `ValueError` for slices that do not fit the model,
+        their block tables or the caches; with several ranks also like `Ranks.exchange`.
         """
 
     @property
     def guess(self) -> Guess | None:
-        """None where the model has no draft layer."""
+        """None without a draft layer."""
 
 
 class Transfers(Protocol):
-    """`RankTransfers`: what other servers do with this rank's blocks, and how far a pass is for them."""
+    """The part of `RankTransfers` that a pass uses."""
 
     def handle(self, commands: Iterable[Any], *, step: int | None = None) -> None: ...
 
@@ -76,8 +74,8 @@ class StepRunner:
     """Runs batches against one set of caches. Single-threaded.
 
     A copy that fails or is late affects only the requests whose blocks it fills. They are dropped from the step and
-    reported for a retry; the others are computed again without them. With several `ranks`, each drops the same
-    requests, for a copy of any rank, before any rank reports a token.
+    reported for a retry, and the others are recomputed without them. All `ranks` drop the same requests, before any
+    rank reports a token.
     """
 
     def __init__(
@@ -91,10 +89,8 @@ class StepRunner:
         transfers: Transfers | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`forward` and `guess` of a `Model`.
-
-        `transfers` of a server with a role. Every rank of `ranks` runs the same batches; each has its own part of the
-        same model.
+        """`forward` and `guess` of a `Model`; `transfers` of a server with a role. All `ranks` run the same batches,
+        each with its own part of the model.
         """
         self._forward = forward
         self._guess = guess
@@ -106,17 +102,17 @@ class StepRunner:
 
     @property
     def has_open_copies(self) -> bool:
-        """True while a submitted copy is not reported yet."""
+        """A submitted copy is not reported yet."""
         return self._controller.transfers.num_unreported > 0
 
     def run(self, batch: BatchRequest) -> StepResult:
-        """Raises only when the copies of the batch could not be submitted: the caches are then unusable. And
+        """Raises only when the batch's copies cannot be submitted, which leaves the caches unusable, and
         `RankGroupError` when the ranks cannot go on together.
         """
         counter: LayerDoneCounter | None = None
         for step in batch.swap_steps:
             counter = self._controller.transfers.submit(step)
-        # Behind the copies: slots that are to be filled from outside may still be copied out.
+        # After the copies: slots for blocks from outside may still be copied out.
         if self._transfers is not None:
             self._transfers.handle(batch.transfers, step=batch.swap_steps[-1].step if batch.swap_steps else None)
         result = self._compute(list(batch.requests), counter)
@@ -159,12 +155,12 @@ class StepRunner:
         return affected if affected or counter is not None else tasks
 
     def _run_on_all_ranks(self, tasks: Sequence[StepTask], counter: LayerDoneCounter | None) -> StepResult:
-        """As `_run_forward`, on all ranks or on none."""
+        """Like `_run_forward`, on all ranks or on none."""
         try:
             result = self._run_forward(tasks, counter)
         except (PeerTransferError, PeerError, RankGroupError):
             raise
-        except Exception as error:  # any error: the other ranks must not wait for this one
+        except Exception as error:  # any exception: the other ranks must not wait for this one
             self._ranks.fail(error)
         self._ranks.agree(repr((result.tokens, result.drafts, result.errors)).encode())
         return result
@@ -203,7 +199,7 @@ class StepRunner:
         result: StepResult,
         before_layer: Callable[[int], None],
     ) -> None:
-        """Of the same positions without wrong guesses, into `result.drafts`."""
+        """Guess behind the positions without wrong guesses, into `result.drafts`."""
         known, chosen = [], []
         for task, each in zip(tasks, slices, strict=True):
             *accepted, token = result.tokens.get(task.request_id, (None,))
@@ -227,8 +223,8 @@ class StepRunner:
 
 
 def _sample(task: StepTask, logits: Logits, result: StepResult) -> None:
-    """The task's tokens, into `result`: the first of `logits` gives one, each other one if the draft before it was
-    right. Or an error. The position is that of the new token: a retry draws the same.
+    """Put the task's tokens, or an error, into `result`: one from the first of `logits`, and one from each later row
+    whose draft was right. A retry draws the same tokens, because the new token's position keys them.
     """
     tokens: list[int] = []
     position = task.start + len(task.token_ids)
@@ -238,7 +234,7 @@ def _sample(task: StepTask, logits: Logits, result: StepResult) -> None:
             if tokens[-1] != draft:
                 break
     except ModelError as error:
-        if not tokens:  # else the next step fails alike, if the request goes on
+        if not tokens:  # else the next step fails alike
             result.errors[task.request_id] = str(error)
     if tokens:
         result.tokens[task.request_id] = tuple(tokens)

@@ -12,7 +12,7 @@ import paddle
 def step_tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Any:
     """A CPU tensor with a copy of `array`, of the same shape and dtype.
 
-    `paddle.to_tensor` loses a small list in every call for good (seen with 3.3), which a server would pay per step.
+    `paddle.to_tensor` leaks a small list per call (seen with 3.3).
     """
     tensor = paddle.empty(array.shape, dtype=array.dtype.name)
     if array.size:
@@ -21,12 +21,12 @@ def step_tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Any:
 
 
 def as_array(tensor: Any, dtype: Any = np.float32) -> npt.NDArray[Any]:
-    """The memory of a contiguous CPU tensor of `dtype`: what is written to one is in the other; it lives as long."""
+    """A view of the memory of a contiguous CPU tensor of `dtype`, which keeps it alive."""
     return np.asarray(_Memory(tensor, dtype))
 
 
 class _Memory:
-    """What NumPy asks for memory of others. Its `from_dlpack` gives read-only arrays before 2.1."""
+    """NumPy's array interface. Its `from_dlpack` gives read-only arrays before 2.1."""
 
     def __init__(self, tensor: Any, dtype: Any) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""Images of the random model: numbers made of an image's content take the place of its placeholder tokens."""
+"""Images of the random model: numbers made of an image's content replace its placeholder tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PATCH = 16
 """Pixels of a patch's side. A patch is one token."""
 
 MAX_SIDE = 8
-"""Patches of an image's side, at most."""
+"""Largest number of patches of an image's side."""
 
 
 class Image(NamedTuple):
-    """What the model sees of an image: a token for each patch, and a name that no other image has."""
+    """An image as the model sees it: a token per patch, and a hash of its content."""
 
     num_tokens: int
     content_hash: str
@@ -29,7 +29,7 @@ class Image(NamedTuple):
         return cls(rows * columns, sha256(struct.pack("<QQ", rows, columns) + pixels).hexdigest())
 
     def number(self, index: int) -> int:
-        """Stands for its placeholder `index`: of the whole content, above every token id."""
+        """The number for placeholder `index`: depends on the whole content, and is above all token ids."""
         return int.from_bytes(sha256(f"{self.content_hash} {index}".encode()).digest()[:7], "big") | 1 << 62
 
 
@@ -44,7 +44,7 @@ class PlacedImage(NamedTuple):
 
 
 def place_images(images: Iterable[PlacedImage], token_ids: NDArray[np.int64], start: int) -> None:
-    """Puts numbers made of the images in place of their placeholders. The first of `token_ids` is at `start`."""
+    """Replace the placeholders by numbers of their images. The first of `token_ids` is at `start`."""
     for placed in images:
         for position in range(max(start, placed.offset), min(start + len(token_ids), placed.end)):
             token_ids[position - start] = placed.image.number(position - placed.offset)

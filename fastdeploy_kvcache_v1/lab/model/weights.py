@@ -1,4 +1,4 @@
-"""Read tensors out of a model directory's safetensors files, one at a time, as float32."""
+"""Reads tensors of a model directory's safetensors files, one at a time, as float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import ModelError
 
 
 class Checkpoint:
-    """Open files. Not thread-safe. Raises `ModelError`, with a message of one line, for any error."""
+    """Open files. Not thread-safe. Raises `ModelError`, one line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

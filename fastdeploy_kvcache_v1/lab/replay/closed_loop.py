@@ -1,7 +1,7 @@
-"""ClosedLoop: a replay in simulated time, in which the next turn of a session waits for the one before.
+"""A replay in simulated time, in which each turn of a session waits for the end of the turn before.
 
-A trace says when requests arrived at the recorded server. A slower or faster server sees other times, because users
-wait for an answer before they ask again. So only first turns arrive at their timestamps.
+A trace has the arrival times at the server that recorded it. On another server later turns arrive at other times, so
+only first turns arrive at their timestamps.
 """
 
 from __future__ import annotations
@@ -16,27 +16,25 @@ from .trace import TraceRequest
 
 
 class ClosedLoop(Replay):
-    """Steps take `step_ms` of simulated time each, so a request runs for as many steps as it has output tokens.
+    """A step takes `step_ms` of simulated time, and a request a step per output token.
 
-    A later turn arrives its `delay_ms` after the end of the turn before it. Without a delay in the trace, it is the
-    difference of the timestamps minus the steps of the turn before. So a server without waiting requests sees the times
-    of the trace. A request without room waits; none ends early to make room. Deterministic: no clock is read.
-
-    Holds the whole trace in memory. Not thread-safe.
+    A later turn arrives `delay_ms` after the end of the turn before. Without a delay in the trace, it is the difference
+    of the timestamps minus the steps of the turn before, so a server without queues sees the trace's times. A request
+    without room waits, and none ends early. Reads no clock. Holds the whole trace in memory. Not thread-safe.
     """
 
     def __init__(self, options: ReplayOptions) -> None:
         super().__init__(options)
         self.now_ms = 0.0
         self._next_turns: dict[int, list[TraceRequest]] = defaultdict(list)
-        """By the line of the turn that they wait for."""
+        """By the line of the turn before."""
         self._arrivals: list[tuple[float, int, TraceRequest]] = []
         """Heap by time and line."""
         self._ends: list[tuple[float, int, ReplayedRequest]] = []
-        """Likewise, of the open requests."""
+        """The same for open requests."""
 
     def run(self, requests: Iterable[TraceRequest]) -> None:
-        """As `Replay.run`. Raises `ConfigError` for a trace in which no line follows another."""
+        """Like `Replay.run`. Raises `ConfigError` for a trace without sessions."""
         self._take_trace(requests)
         while self._arrivals or self._line or self._open:
             self._end_due()
@@ -86,7 +84,7 @@ class ClosedLoop(Replay):
             self._ended(opened.request, ended_ms)
 
     def _ended(self, request: TraceRequest, ended_ms: float) -> None:
-        """The next turns of its session come."""
+        """Let the next turns of its session arrive."""
         for following in self._next_turns.pop(request.line, ()):
             arrival = ended_ms + self._delay_ms(request, following)
             heapq.heappush(self._arrivals, (arrival, following.line, following))
@@ -100,7 +98,7 @@ class ClosedLoop(Replay):
         return max(0.0, following.timestamp_ms - request.timestamp_ms - self._service_ms(request))
 
     def _advance(self, *, ran: bool) -> None:
-        """By a step, or to what happens next where nothing ran."""
+        """Advance by a step, or to the next event if no request ran."""
         after_step = self.now_ms + self.options.step_ms
         if ran:
             self.now_ms = after_step

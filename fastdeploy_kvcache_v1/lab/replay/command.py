@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, action="store_true", help=text)
 
     parser.add_argument("trace", type=Path, help="request trace, JSONL: Mooncake's, Qwen-Bailian's, or recorded")
-    block_size = replace(BLOCK_SIZE, help=f"{BLOCK_SIZE.help}, a divisor or a multiple of what a hash id stands for")
+    block_size = replace(BLOCK_SIZE, help=f"{BLOCK_SIZE.help}, a divisor or a multiple of the tokens of a hash id")
     add_flags(parser, (block_size, WRITE_POLICY, WRITE_THROUGH_THRESHOLD, EVICTION_POLICY), with_defaults=True)
-    hash_id = "tokens that a hash id of the trace stands for (what its lines say, else 512 or 16, if all lines fit)"
+    hash_id = "tokens of a hash id (default: tokens_per_id of the trace, else 512 or 16 if all lines fit)"
     number("--tokens-per-id", None, hash_id, metavar="TOKENS")
     for tier, text, default in (("device", "device tier", "20000"), ("host", "host tier; 0: none", "80000")):
         parser.add_argument(
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     number("--window", ReplayOptions.window, "requests open at once")
     number("--admissions-per-step", ReplayOptions.admissions_per_step, "requests per step")
-    number("--waiting", ReplayOptions.waiting, "requests that wait and are known to the cache")
+    number("--waiting", ReplayOptions.waiting, "waiting requests that the cache knows, and whose prefixes it keeps")
     switch("--closed-loop", "later turns of a session arrive after the end of the turn before, in simulated time")
     step_ms = "simulated time of a step, one output token of every open request"
     number("--step-ms", ReplayOptions.step_ms, step_ms, float)
@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--outputs", action=argparse.BooleanOptionalAction, default=False, help="also cache generated blocks (no)"
     )
     switch("--verify", "check every block's content with a shadow data plane")
-    several = "at every size of --device-blocks and --host-blocks (several, by commas)"
-    switch("--compare", f"play every policy, {several}")
+    several = "at each size of --device-blocks and --host-blocks (numbers with commas)"
+    switch("--compare", f"play each policy {several}")
     parser.add_argument("--policies", metavar="NAMES", help="compare only these write and eviction policies")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="with --compare: draw hit rate over size as SVG into this file"
@@ -58,12 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, separated by commas."""
+    """Integers, separated by commas."""
     return tuple(int(part) for part in text.split(","))
 
 
 def options_from(args: argparse.Namespace) -> ReplayOptions:
-    """How to play the trace, at the first of the given sizes. Raises `ConfigError` for a value that cannot work."""
+    """Options for the first of the given sizes. Raises `ConfigError` for a wrong value."""
     threshold = args.write_through_threshold
     config = KVCacheConfig(
         num_device_blocks=args.device_blocks[0],
@@ -78,7 +78,7 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play the trace and print the result. Raises `KVCacheError` for bad input and for a manager found wrong."""
+    """Play the trace and print the result. Raises `KVCacheError` for bad input, or a manager with an error."""
     _refuse(args)
     options = options_from(args)
     requests = read_trace(args.trace, args.limit, tokens_per_id=args.tokens_per_id)
@@ -104,7 +104,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _refuse(args: argparse.Namespace) -> None:
-    """Raises `ConfigError` for what does not go together."""
+    """Raises `ConfigError` for options that exclude each other."""
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
     if args.compare:

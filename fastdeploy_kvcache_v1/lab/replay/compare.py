@@ -1,4 +1,4 @@
-"""`replay --compare`: every policy at every size on one trace, beside one LRU tier and the clairvoyant bound."""
+"""`replay --compare`: each policy at each size on one trace, beside one LRU tier and the clairvoyant bound."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Capacity(NamedTuple):
 
 
 def policies(names: str | None) -> tuple[list[WritePolicy], list[str]]:
-    """Write policies and eviction policies named in a list with commas; of a kind that it does not name, all.
+    """Write policies and eviction policies in a list with commas; all policies of a kind that it does not name.
 
-    Raises `ConfigError` naming the choices.
+    Raises `ConfigError` with the choices.
     """
     wanted = [name.strip() for name in names.split(",")] if names is not None else []
     known = [*WritePolicy, *EVICTION_POLICIES]
@@ -41,29 +41,26 @@ def policies(names: str | None) -> tuple[list[WritePolicy], list[str]]:
 
 
 class Comparison:
-    """Plays one trace at each capacity under each pair of policies. Not thread-safe."""
+    """Plays a trace at each capacity under each pair of policies. Not thread-safe."""
 
     def __init__(
         self, requests: Sequence[TraceRequest], options: ReplayOptions, write: list[WritePolicy], eviction: list[str]
     ) -> None:
-        """`options` say everything but sizes and policies, of which those of `write` and `eviction` are played."""
+        """`options` without sizes and policies; `write` and `eviction` policies to play."""
         self._requests = requests
         self._options = options
         self._write, self._eviction = write, eviction
         self._clairvoyants: dict[int, Clairvoyant] = {}
-        """By the number of requests that are played."""
+        """By the number of played requests."""
 
     def run(self, capacities: Sequence[Capacity]) -> dict[str, Any]:
-        """JSON-ready: per capacity what bounds it, and the `report.summary` of every run.
-
-        Raises `TraceError`, `ConfigError` and `InvariantError` as the runs do.
-        """
+        """JSON-ready: the bounds of each capacity, and the `report.summary` of each run. Raises like the runs."""
         total = sum(len(list(self._pairs(each))) + 1 for each in capacities)
         with tqdm(total=total, unit="run", disable=None, leave=False) as bar:
             return {"capacities": [self._at(capacity, bar) for capacity in capacities]}
 
     def _at(self, capacity: Capacity, bar: tqdm[Any]) -> dict[str, Any]:
-        """What no empty device tier holds is refused in the one large tier, too, so that all see the same requests."""
+        """Results at one capacity. The one large tier refuses the same requests as the device tier."""
         room = capacity.device * self._options.config.block_size
         playable = [request for request in self._requests if request.input_length <= room]
 
@@ -87,15 +84,15 @@ class Comparison:
         }
 
     def _pairs(self, capacity: Capacity) -> Iterator[tuple[WritePolicy, str]]:
-        """Without a host tier there is nothing to write."""
+        """Pairs of policies; without a host tier write policies have no effect."""
         return itertools.product(self._write if capacity.host else [self._options.config.write_policy], self._eviction)
 
     def _bound(self, capacity: Capacity, requests: Sequence[TraceRequest]) -> float | None:
-        """As a share of the input tokens. None in a closed loop: there the order of requests is not given."""
+        """Share of the input tokens. None in a closed loop, whose order of requests is open."""
         if self._options.closed_loop:
             return None
         block_size = self._options.config.block_size
-        if len(requests) not in self._clairvoyants:  # shorter device tiers play fewer requests, of the same trace
+        if len(requests) not in self._clairvoyants:  # smaller device tiers play fewer requests of the same trace
             self._clairvoyants[len(requests)] = Clairvoyant(requests, block_size, outputs=self._options.outputs)
         num_tokens = sum(request.input_length for request in requests)
         return self._clairvoyants[len(requests)].hits(sum(capacity)) * block_size / max(1, num_tokens)
@@ -105,7 +102,7 @@ COLUMNS = ("write policy", "eviction", "hit rate", "device", "host", "blocks out
 
 
 def comparison_table(result: dict[str, Any]) -> str:
-    """What a person reads: a table per capacity."""
+    """A table per capacity, for people."""
     return "\n\n".join(_section(each) for each in result["capacities"])
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 from ...errors import ConfigError
-from ...telemetry.drawing import ticks
+from ...telemetry.drawing import STYLE, Figure, ticks
 
-MOST_PAIRS = 4
-COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed")
-GREY = "#6b7280"
+COLOURS = ("document", "chat", "device", "host")
+"""Of the pairs of policies, which a picture has up to so many of."""
 
 WIDTH, HEIGHT, LEGEND = 720, 400, 20
 """Of the plot with its labels, and the height of a line of the legend."""
 LEFT, END, TOP, FLOOR = 60, 690, 40, 340
 """Of the plot alone."""
-STYLE = (
-    "<style>text{font:13px system-ui,sans-serif;fill:#1f2933}polyline,path{fill:none;stroke-width:2}"
-    'path.grid{stroke:#d5dbe1;stroke-width:1}</style><rect width="100%" height="100%" fill="#fff"/>'
-)
 
 
 class Line(NamedTuple):
@@ -34,9 +28,9 @@ class Line(NamedTuple):
 
 def check(num_pairs: int, num_sizes: int) -> None:
     """Raises `ConfigError` for a comparison that one picture cannot show."""
-    if num_pairs > MOST_PAIRS:
+    if num_pairs > len(COLOURS):
         raise ConfigError(
-            f"--picture shows up to {MOST_PAIRS} pairs of policies, got {num_pairs}: choose with --policies, "
+            f"--picture shows up to {len(COLOURS)} pairs of policies, got {num_pairs}: choose with --policies, "
             "auto,adaptive,lru for example"
         )
     if num_sizes < 2:
@@ -48,37 +42,34 @@ def drawn(result: dict[str, Any]) -> str:
     lines = list(_lines(result))
     most = max(blocks for line in lines for blocks, _ in line.points)
     best = max(0.01, *(rate for line in lines for _, rate in line.points))
-    step = ticks(best, 8)[1]
-    top = math.ceil(best / step) * step
 
     def place(blocks: float, rate: float) -> tuple[float, float]:
-        return LEFT + (END - LEFT) * blocks / most, FLOOR - (FLOOR - TOP) * rate / top
+        return LEFT + (END - LEFT) * blocks / most, FLOOR - (FLOOR - TOP) * rate / best
 
-    body = [f'<text x="{LEFT}" y="16">hit rate: share of the prompt tokens found in the cache</text>']
-    for rate in ticks(top, 8):
+    figure = Figure(WIDTH, HEIGHT + len(lines) * LEGEND)
+    figure.text(LEFT, 16, "hit rate: share of the prompt tokens found in the cache", "strong")
+    figure.text((LEFT + END) / 2, FLOOR + 42, "blocks of both tiers", anchor="middle")
+    for rate in ticks(best, 8):
         _, y = place(0, rate)
-        body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{END}"/>')
-        body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{100 * rate:.3g}%</text>')
+        figure.elements.append(f'<path class="line" d="M{LEFT} {y:.4g}H{END}"/>')
+        figure.text(LEFT - 8, y + 4, f"{100 * rate:.3g}%", "quiet", "end")
     for blocks in ticks(most, 8):
-        x, _ = place(blocks, 0)
-        body.append(f'<text x="{x:.1f}" y="{FLOOR + 20}" text-anchor="middle">{blocks:,.0f}</text>')
-    body.append(f'<text x="{(LEFT + END) / 2}" y="{FLOOR + 42}" text-anchor="middle">blocks of both tiers</text>')
+        figure.text(place(blocks, 0)[0], FLOOR + 20, f"{blocks:,.0f}", "quiet", "middle")
     for number, line in enumerate(lines):
-        body += _drawn(line, [place(*point) for point in line.points], HEIGHT + number * LEGEND)
-    height = HEIGHT + len(lines) * LEGEND
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    label = 'role="img" aria-label="Hit rate over the blocks of both tiers"'
-    return "\n".join((f"{head} {label}>", STYLE, *body, "</svg>\n"))
+        y = HEIGHT + number * LEGEND
+        figure.elements += _drawn(line, [place(*point) for point in line.points], y)
+        figure.text(LEFT + 42, y, line.name)
+    return figure.svg("Hit rate over the blocks of both tiers", STYLE) + "\n"
 
 
 def _drawn(line: Line, spots: Sequence[tuple[float, float]], y: float) -> Iterator[str]:
-    """A line through `spots`, with its entry of the legend at `y`."""
-    style = f'stroke="{line.colour}" stroke-dasharray="{line.dashes}"'
-    yield f'<polyline {style} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in spots)}"/>'
-    for spot, (blocks, rate) in zip(spots, line.points, strict=True):
+    """A line through `spots`, and its sample in the legend at `y`."""
+    style = f'style="fill:none;stroke:var(--{line.colour});stroke-width:2;stroke-dasharray:{line.dashes or "none"}"'
+    yield f'<polyline {style} points="{" ".join(f"{x:.4g},{y:.4g}" for x, y in spots)}"/>'
+    for (x, spot_y), (blocks, rate) in zip(spots, line.points, strict=True):
         title = f"<title>{escape(line.name)}: {rate:.1%} with {blocks:,} blocks</title>"
-        yield f'<circle cx="{spot[0]:.1f}" cy="{spot[1]:.1f}" r="3.5" fill="{line.colour}">{title}</circle>'
-    yield f'<path {style} d="M{LEFT} {y - 4}h32"/><text x="{LEFT + 42}" y="{y}">{escape(line.name)}</text>'
+        yield f'<circle cx="{x:.4g}" cy="{spot_y:.4g}" r="3.5" style="fill:var(--{line.colour})">{title}</circle>'
+    yield f'<path {style} d="M{LEFT} {y - 4}h32"/>'
 
 
 def _lines(result: dict[str, Any]) -> Iterator[Line]:
@@ -89,18 +80,16 @@ def _lines(result: dict[str, Any]) -> Iterator[Line]:
         return Line(name, list(zip(totals, rates, strict=True)), colour, dashes)
 
     if sizes[0]["clairvoyant"] is not None:
-        yield line("clairvoyant bound", [at["clairvoyant"] for at in sizes], GREY, "2 4")
-    yield line("one LRU tier of both sizes", [at["one_lru_tier"] for at in sizes], GREY, "8 4")
-    pairs = dict.fromkeys(map(_pair, sizes[-1]["runs"]))
-    for pair, colour in zip(pairs, COLOURS, strict=False):
+        yield line("clairvoyant bound", [at["clairvoyant"] for at in sizes], "quiet", "2 4")
+    yield line("one LRU tier of both sizes", [at["one_lru_tier"] for at in sizes], "quiet", "8 4")
+    for pair, colour in zip(dict.fromkeys(map(_pair, sizes[-1]["runs"])), COLOURS, strict=False):
         rates = [next(run for run in at["runs"] if _fits(run, pair))["hit_rate"]["total"] for at in sizes]
         yield line(" ".join(pair), rates, colour)
 
 
 def _fits(run: dict[str, Any], pair: tuple[str, str]) -> bool:
     """Without a host tier only the eviction policy counts."""
-    own = _pair(run)
-    return own == pair if run["options"]["host_blocks"] else own[1] == pair[1]
+    return _pair(run) == pair or (not run["options"]["host_blocks"] and _pair(run)[1] == pair[1])
 
 
 def _pair(run: dict[str, Any]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Plays a trace against a CacheManager as an engine would: several admissions per step, a window of open requests."""
+"""Plays a trace against a CacheManager like an engine: several admissions per step, a window of open requests."""
 
 from __future__ import annotations
 
@@ -21,33 +21,31 @@ from .trace import TraceRequest
 STEPS_BETWEEN_CHECKS = 1000
 
 MAX_BLOCKS = 1 << 26
-"""Of a tier: its free list takes 3 GB then."""
+"""Limit of a tier, whose free list takes 3 GB then."""
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How to play a trace. Raises `ConfigError` for a value that cannot work."""
+    """Options of a replay. Raises `ConfigError` for a wrong value."""
 
     config: KVCacheConfig
     window: int = 32
-    """Requests open at once; the oldest finishes when the next one needs its place."""
+    """Open requests. The oldest ends when the next one needs its place."""
     admissions_per_step: int = 8
     """Requests matched and allocated between two `take_swap_step` calls."""
     outputs: bool = False
     """Also generate and cache the output tokens."""
     verify: bool = False
-    """Check the content of every block against a shadow data plane, and `check()` every 1,000 steps."""
+    """Check each block's content against a shadow data plane, and `check()` each 1,000 steps."""
     waiting: int = 0
-    """Requests that wait at any time, so that the manager knows what comes next; 0: it knows nothing. In a closed loop
-    as many wait as wait, and the manager knows so many of them.
-    """
+    """Waiting requests that the manager knows; in a closed loop the first ones of the queue."""
     closed_loop: bool = False
-    """Requests arrive at their times, later turns of a session after the end of the one before: `closed_loop.py`."""
+    """See `closed_loop.py`."""
     step_ms: float = 30.0
-    """Simulated milliseconds that a step takes in a closed loop: one output token of every open request."""
+    """Simulated milliseconds of a step in a closed loop."""
 
     max_input_tokens: int | None = None
-    """Longer prompts are refused; None: those that no empty device tier holds."""
+    """Longer prompts are refused; None: prompts that an empty device tier cannot hold."""
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("admissions_per_step", 1), ("waiting", 0)):
@@ -68,16 +66,16 @@ class ReplayedRequest:
     request: TraceRequest
     sequence: GivenHashes
     seconds: float = 0.0
-    """Time spent in the manager for it so far, attempts that found no space included."""
+    """Time in the manager so far, including attempts without space."""
     step: int = -1
-    """Step whose forward pass it was last part of."""
+    """Its last forward pass."""
     shadow: ShadowRequest | None = None
 
 
 class Replay:
-    """One run over one trace; counters are valid at any time. Not thread-safe.
+    """One run over one trace. Counters are valid at any time. Not thread-safe.
 
-    The next request of the trace is always there, and the oldest open one ends when another needs its place or blocks.
+    A request starts as soon as it has a slot and blocks, for which the oldest open one ends.
     """
 
     def __init__(self, options: ReplayOptions) -> None:
@@ -94,19 +92,19 @@ class Replay:
         self.num_steps = 0
         self.num_no_space = 0
         self.num_too_long = 0
-        """Requests that a server of this size refuses."""
+        """Requests that this size refuses."""
         self.num_outputs_cut = 0
-        """Requests that finished without output blocks: no empty tier holds them, or no request could make room."""
+        """Requests without output blocks: an empty tier cannot hold them, or no request could make room."""
         sizes = options.config.num_device_blocks, options.config.num_host_blocks
         self.shadow = ShadowDataPlane(*sizes) if options.verify else None
         self._trace: Iterator[TraceRequest] = iter(())
         self._line: deque[ReplayedRequest] = deque()
-        """Requests that wait, the next one first; none only at the end of the trace."""
+        """Waiting requests, the next one first; empty at the end of the trace."""
         self._open: OrderedDict[str, ReplayedRequest] = OrderedDict()
         self._generating: list[ReplayedRequest] = []
 
     def run(self, requests: Iterable[TraceRequest]) -> None:
-        """Play all `requests`, finish them, and check the manager: `InvariantError` if anything is wrong or leaked."""
+        """Play and finish all `requests`. Raises `InvariantError` for an error or a leak in the manager."""
         self._trace = iter(requests)
         self._let_arrive()
         while self._line or self._generating:
@@ -119,7 +117,7 @@ class Replay:
         self.manager.check_idle()
 
     def _step(self) -> bool:
-        """Admit what can be admitted, and run it. False: nothing runs."""
+        """Admit requests and run them. False: none runs."""
         members = self._grow_outputs()
         self._admit(members)
         self._run_step(members)
@@ -129,12 +127,12 @@ class Replay:
         return InvariantError(f"no room for {self._line[0].request_id} although nothing runs: blocks leaked")
 
     def _let_arrive(self) -> None:
-        """Lengthen the line to what it should be now."""
+        """Fill the queue from the trace."""
         while len(self._line) < max(1, self.options.waiting) and (request := next(self._trace, None)) is not None:
             self._queue(request)
 
     def _queue(self, request: TraceRequest) -> bool:
-        """Put a request into the line; False, counting it, if it is refused."""
+        """Queue a request. False: it is refused and counted."""
         most = self.options.max_input_tokens
         if not self._fits(request.input_length) or (most is not None and request.input_length > most):
             self.num_too_long += 1
@@ -144,11 +142,10 @@ class Replay:
         return True
 
     def _fits(self, num_tokens: int) -> bool:
-        """An empty device tier could hold them."""
         return num_tokens <= self.options.config.num_device_blocks * self.options.config.block_size
 
     def _admit(self, members: list[ReplayedRequest]) -> None:
-        """Admit waiting requests to this step, finishing the oldest ones for the room they need."""
+        """Admit waiting requests to this step, and finish the oldest ones for their room."""
         self.manager.expect([waiting.sequence for waiting in islice(self._line, self.options.waiting)])
         for _ in range(self.options.admissions_per_step):
             while self._line and not self._try_admit(self._line[0]):
@@ -160,7 +157,7 @@ class Replay:
             self._let_arrive()
 
     def _try_admit(self, opened: ReplayedRequest) -> bool:
-        """Match and allocate; False, leaving no trace, while the window is full or the blocks do not suffice."""
+        """Match and allocate. False, without a change, if the window is full or blocks lack."""
         if len(self._open) >= self.options.window:
             return False
         begin = perf_counter()
@@ -183,10 +180,10 @@ class Replay:
         return True
 
     def _grow_outputs(self) -> list[ReplayedRequest]:
-        """Give the requests prefilled in the last step room for all their output tokens, computed in one step."""
+        """Let the requests of the last step compute all their output tokens in one step."""
         members: list[ReplayedRequest] = []
         for opened in self._generating:
-            if opened.request_id not in self._open:  # finished early, to make room for another request
+            if opened.request_id not in self._open:  # finished early for another request
                 continue
             request, sequence = opened.request, opened.sequence
             if not self._fits(request.input_length + request.output_length - 1):
@@ -195,7 +192,7 @@ class Replay:
             first_written = request.input_length // self.options.config.block_size
             sequence.hashes = [*sequence.hashes, *self.hasher.output_hashes(request)]
             sequence.num_tokens = request.input_length + request.output_length
-            opened.step = self.num_steps  # takes part in this step: not to be finished for others
+            opened.step = self.num_steps  # part of this step, so others must not end it
             begin = perf_counter()
             allocation = self.manager.allocate(opened.request_id, sequence.num_tokens - 1)
             while isinstance(allocation, NoSpace):
@@ -215,7 +212,7 @@ class Replay:
         return members
 
     def _run_step(self, members: list[ReplayedRequest]) -> None:
-        """What the worker and then the scheduler do for one step: copies, forward, commit."""
+        """One step of worker and scheduler: copies, forward, commit."""
         step = self.manager.take_swap_step()
         self.num_swap_out_copies += len(step.swap_out)
         self.num_swap_in_copies += len(step.swap_in)
@@ -226,7 +223,7 @@ class Replay:
         self.num_steps += 1
         for opened in members:
             grown = opened.sequence.num_tokens > opened.request.input_length
-            # The newest token is sampled but not computed: it has no KV yet, and the prompt's last token has.
+            # The newest token is sampled and has no KV yet.
             if not grown:
                 opened.sequence.num_tokens += 1
             begin = perf_counter()
@@ -236,7 +233,7 @@ class Replay:
                 self._generating.append(opened)
 
     def _make_room(self) -> bool:
-        """Finish the oldest request whose forward pass is done; False if there is no such request."""
+        """Finish the oldest request whose forward pass is done. False: all are in their pass."""
         for opened in self._open.values():
             if opened.step < self.num_steps:
                 self._finish(opened)

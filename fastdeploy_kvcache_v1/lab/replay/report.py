@@ -1,4 +1,4 @@
-"""What a replay found: as JSON, and as the table that a person reads."""
+"""The result of a replay: as JSON, and as a table for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN_OPTIONS = ("window", "admissions_per_step", "waiting", "outputs", "verify"
 
 
 def play(options: ReplayOptions, requests: Iterable[TraceRequest]) -> dict[str, Any]:
-    """The `summary` of a run over all `requests`. Raises `InvariantError` for a manager found wrong."""
+    """The `summary` of a run over all `requests`. Raises `InvariantError` for an error in the manager."""
     replay = ClosedLoop(options) if options.closed_loop else Replay(options)
     begin = perf_counter()
     replay.run(requests)
@@ -24,7 +24,7 @@ def play(options: ReplayOptions, requests: Iterable[TraceRequest]) -> dict[str, 
 
 
 def summary(replay: Replay, seconds: float) -> dict[str, Any]:
-    """The whole result, JSON-ready; times in microseconds, rates as fractions of the input tokens."""
+    """JSON-ready: times in microseconds, rates as shares of the input tokens."""
     config = replay.options.config
     num_host_hits = replay.num_host_hit_tokens // config.block_size
     times = sorted(replay.request_seconds)
@@ -63,12 +63,12 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Nearest-rank percentile of sorted values; 0 when there are none."""
+    """Nearest-rank percentile of sorted values; 0 without values."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def table(result: dict[str, Any]) -> str:
-    """What a person reads; one fact per line."""
+    """One fact per line."""
     options, hit, times = result["options"], result["hit_rate"], result["request_us"]
     counters = result["manager"]["counters"]
     rows = [

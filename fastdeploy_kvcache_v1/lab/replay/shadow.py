@@ -1,7 +1,7 @@
-"""A data plane that moves names instead of bytes: it proves that every block holds what the manager says it holds.
+"""A data plane of names instead of bytes, which checks the content of each block.
 
-Each slot of each tier remembers the hash of the block last written to it. Swap steps are applied in the worker's order
-(their transfers, then the forward pass), and a slot that is read must hold exactly the expected hash.
+Each slot holds the hash of the block last written to it. Swap steps run in the worker's order: transfers, then the
+forward pass. A slot that is read must hold the expected hash.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from ...contract.messages import BlockCopies, BlockHash, CacheLevel, SwapStep
 from ...errors import InvariantError
 
 WORDS = 4
-"""A 32-byte hash as 64-bit words: what one slot remembers. All zero: never written."""
+"""64-bit words of a 32-byte hash, the content of a slot. All zero: never written."""
 
 Contents = npt.NDArray[np.uint64]
 Slots = npt.NDArray[np.int64]
 
 
 def content_of(request_id: str, hashes: Sequence[BlockHash], num_blocks: int) -> Contents:
-    """What the first `num_blocks` blocks of a request must hold, `[num_blocks, WORDS]`.
-
-    Full blocks hold their hash; a last, partial block holds a name that no other request can expect.
+    """Expected content of a request's first `num_blocks` blocks, `[num_blocks, WORDS]`: their hashes, and for a partial
+    block a name that only this request expects.
     """
     partial = sha256(b"partial block of " + request_id.encode()).digest()
     names = [*hashes[:num_blocks], *([partial] * (num_blocks - len(hashes)))]
@@ -35,23 +34,23 @@ def content_of(request_id: str, hashes: Sequence[BlockHash], num_blocks: int) ->
 
 @dataclass
 class ShadowRequest:
-    """One request's view of the device: block `i` of its table must hold `content[i]`."""
+    """A request's view of the device: block `i` of its table must hold `content[i]`."""
 
     request_id: str
     slots: Slots = field(default_factory=lambda: np.empty(0, np.int64))
     content: Contents = field(default_factory=lambda: np.empty((0, WORDS), np.uint64))
     first_written: int = 0
-    """The next forward pass reads the blocks before this one and writes it and those after it."""
+    """The next forward pass reads the blocks before this one and writes the others."""
 
     def plan(self, block_table: Sequence[int], hashes: Sequence[BlockHash], first_written: int) -> None:
-        """Set what the next forward pass of this request does."""
+        """Set the next forward pass of this request."""
         self.slots = np.array(block_table, np.int64)
         self.content = content_of(self.request_id, hashes, len(self.slots))
         self.first_written = first_written
 
 
 class ShadowDataPlane:
-    """Contents of both tiers. Every method raises `InvariantError` naming the step when the manager is wrong."""
+    """Contents of both tiers. Methods raise `InvariantError` with the step for an error of the manager."""
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self._device: Contents = np.zeros((num_device_blocks, WORDS), np.uint64)
@@ -60,7 +59,7 @@ class ShadowDataPlane:
             CacheLevel.HOST: np.zeros((num_host_blocks, WORDS), np.uint64),
         }
         self._users = np.zeros(num_device_blocks, np.int64)
-        """Running requests that have the slot in their table."""
+        """Running requests with the slot in their table."""
         self._running: dict[str, ShadowRequest] = {}
         self._tables: dict[str, Slots] = {}
         self._next_step: int | None = None
@@ -80,7 +79,6 @@ class ShadowDataPlane:
             self._check_content(step, request, len(request.slots))
 
     def finish(self, request_id: str) -> None:
-        """The request reads and writes nothing any more."""
         del self._running[request_id]
         self._users[self._tables.pop(request_id)] -= 1
 

@@ -1,14 +1,12 @@
 """Request traces, JSONL: Mooncake's, Qwen-Bailian's, and our own.
 
-One line per request: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`. A hash id
-stands for some tokens of the prompt (the last one for the rest, where a format names them), and for everything before
-them. How many a line says in `tokens_per_id`; else 512, as in Mooncake's, or 16, as in Qwen-Bailian's.
+A line per request: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`. A hash id
+names `tokens_per_id` tokens of the prompt and all tokens before them. Without this field it is 512 as in Mooncake's, or
+16 as in Qwen-Bailian's. Some formats name a last partial id too.
 
-Optional fields:
-
-- `output_hash_ids`: ids that go on from the prompt's last full id through the output
-- `session_id`: the same in all lines of a session; `delay`: milliseconds since the end of the turn before (Mooncake)
-- `chat_id` and `parent_chat_id`, -1 for a first turn (Qwen-Bailian, whose timestamps are in seconds)
+Optional fields: `output_hash_ids` go on from the prompt's last full id through the output. `session_id` is the same in
+all lines of a session, and `delay` the milliseconds since the end of the turn before (Mooncake's). `chat_id` and
+`parent_chat_id`, -1 for a first turn, are Qwen-Bailian's, whose timestamps are in seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from msgspec import Meta, field
 from ...errors import ConfigError, TraceError
 
 SIZES = (512, 16)
-"""Tokens of an id in traces that do not say it."""
+"""Tokens of an id in traces without `tokens_per_id`."""
 
 MAX_LENGTH = 2**31 - 1
 """Tokens of a prompt or output."""
@@ -34,25 +32,25 @@ Ids = tuple[Annotated[int, Meta(ge=0)], ...]
 
 
 class TraceRequest(msgspec.Struct, kw_only=True):
-    """What a line says, and what follows from where it stands."""
+    """A line, and values that follow from its place."""
 
     input_length: Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
     output_length: Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
     hash_ids: Ids
     timestamp_ms: Time = field(default=0, name="timestamp")
     output_hash_ids: Ids = ()
-    """Ids from the one that the prompt fills only in part on, through the output; empty where a trace has none."""
+    """Ids from the prompt's partial id on through the output, if the trace has them."""
     tokens_per_id: Annotated[int, Meta(ge=1, le=MAX_LENGTH)] = 0
-    """Tokens that an id stands for, the last one perhaps for fewer; 0 until it is known."""
+    """Tokens of an id, perhaps fewer for the last one; 0 while unknown."""
     session_id: Name | None = None
     delay_ms: Time | None = field(default=None, name="delay")
-    """From the end of the turn before to this one, where the trace says so."""
+    """From the end of the turn before to this one, if the trace has it."""
     chat_id: Name | None = None
     parent_chat_id: Name | None = None
     line: int = field(default=0, name="#line")
-    """1-based line number: nothing that a line says, nor is the next one."""
+    """1-based line number. Not read from the line, like the next field."""
     after: int | None = field(default=None, name="#after")
-    """Line of the turn before, where the trace has sessions and that turn is in it."""
+    """Line of the turn before, if it is in the trace."""
 
     @property
     def num_full_ids(self) -> int:
@@ -61,10 +59,10 @@ class TraceRequest(msgspec.Struct, kw_only=True):
 
 
 def read_trace(path: Path, limit: int | None = None, *, tokens_per_id: int | None = None) -> list[TraceRequest]:
-    """Read the first `limit` requests of `path` (all by default), and nothing behind them.
+    """The first `limit` requests of `path`, by default all. Reads no further.
 
-    Raises `TraceError` naming the file, and the line if one is broken. Also raised for a trace without requests, and
-    for one whose number of tokens per id is unknown if `tokens_per_id` is not given.
+    Raises `TraceError` with file and line for a broken line, an empty trace, or an unknown size of ids without
+    `tokens_per_id`.
     """
     if tokens_per_id is not None and tokens_per_id < 1:
         raise ConfigError(f"--tokens-per-id must be at least 1, got {tokens_per_id}")
@@ -100,9 +98,7 @@ def read_trace(path: Path, limit: int | None = None, *, tokens_per_id: int | Non
 
 
 def _sizes_left(sizes: Sequence[int], request: TraceRequest) -> Sequence[int]:
-    """What an id may stand for after this line; `sizes` is empty before the first one. Raises `ValueError` for a line
-    that fits none. Some formats name a last block that is not full, some do not.
-    """
+    """Sizes of an id that fit all lines so far; `sizes` is empty before the first. Raises `ValueError` if none fits."""
     stated, length, num_ids = request.tokens_per_id, request.input_length, len(request.hash_ids)
     sizes = sizes or ((stated,) if stated else SIZES)
     if stated and stated not in sizes:
@@ -121,7 +117,7 @@ def _either(sizes: Sequence[int]) -> str:
 
 
 def _place(request: TraceRequest, number: int, last: dict[tuple[str, Name], int]) -> None:
-    """What follows from its line number, and from those of every chat and of the last turn of every session."""
+    """Set the values that depend on its line number, and on the last lines of sessions and chats."""
     request.line = number
     if request.session_id is not None:
         request.after = last.get(("session", request.session_id))

@@ -1,8 +1,7 @@
 """The router as an ASGI app.
 
-A request goes to the decode server with the fewest open requests, with the name of the prefill server that has the
-fewest. Until the first byte of an answer a request has changed nothing, so it may go to another decode server; from
-then on bytes are relayed as they come. All of this runs on one event loop.
+A request goes to the decode server with the fewest open requests, and names the prefill server with the fewest. Until
+the first byte of an answer it may go to another decode server; then bytes are relayed. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ __all__ = ["Forwarder", "HttpServer", "Server", "choose", "create_app"]
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""Between two looks at a server's /health."""
+"""Seconds between two checks of a server's /health."""
 
 SOON_S = 10.0
-"""A server that takes no connection, or does not answer /health, for so long is left out."""
+"""Limit for a connection and for /health; a slower server gets no requests."""
 
 MAX_BODY_BYTES = 16 << 20
-"""Of a request: it is kept until its answer begins."""
+"""Of a request, which is kept until its answer begins."""
 
 SIGNAL_POLL_S = 0.05
 
@@ -49,7 +48,7 @@ CUT_S = 2.0
 """After requests were refused, connections of clients that do not read are cut."""
 
 SICK = (502, 503, 504)
-"""Another server may do better."""
+"""Statuses after which another server is tried."""
 
 MODELS = "/v1/models"
 TO_SERVERS = b"accept authorization content-type traceparent tracestate x-request-id".split()
@@ -57,18 +56,16 @@ TO_CLIENTS = (
     b"allow cache-control content-encoding content-length content-type location retry-after www-authenticate "
     b"x-request-id"
 ).split()
-"""Headers that travel. Others do not, whatever a client says of prefill servers among them."""
+"""Headers that are relayed. Others are not, such as a client's own choice of a prefill server."""
 
 
 class Server:
-    """One that requests are sent to."""
-
     def __init__(self, url: str) -> None:
         self.url = url
         self.answers = True
-        """What the last look, or a connection, has shown; at first it is asked without one."""
+        """Result of the last check or connection; True before the first."""
         self.num_open = 0
-        """Requests of this router that it is busy with."""
+        """Open requests of this router."""
         self._has_answered = False
 
     @contextlib.contextmanager
@@ -80,7 +77,7 @@ class Server:
             self.num_open -= 1
 
     def found(self, answers: bool, reason: str) -> None:
-        """Note the outcome of a look or connection, and log a change. A server that is still starting is no fault."""
+        """Note the result of a check or connection, and log a change. A starting server is no fault."""
         if answers != self.answers:
             level = logging.WARNING if self._has_answered and not answers else logging.INFO
             logger.log(level, "%s %s", self.url, "answers" if answers else f"does not answer, left out: {reason}")
@@ -89,7 +86,7 @@ class Server:
 
 
 def choose(servers: list[Server], without: Collection[Server] = ()) -> Server | None:
-    """One that answers, with the fewest open requests; of equal ones, each in turn. None if no one answers."""
+    """The server with the fewest open requests among those that answer, by turns among equals, or None."""
     candidates = [each for each in servers if each.answers and each not in without]
     if not candidates:
         return None
@@ -103,7 +100,7 @@ class Forwarder:
     """ASGI app: a client's request on its way to a decode server and back."""
 
     def __init__(self, prefills: Sequence[str], decodes: Sequence[str], secret: bytes, *, silence_s: float) -> None:
-        """URLs of servers; `silence_s` without a byte, and a decode server has lost the request."""
+        """URLs of servers. A decode server without a byte for `silence_s` has lost the request."""
         self.prefills, self.decodes = [Server(url) for url in prefills], [Server(url) for url in decodes]
         self.refuses = asyncio.Event()
         """Once set, every open request ends with an error."""
@@ -112,14 +109,14 @@ class Forwarder:
         self._http = httpx2.AsyncClient(
             headers={"accept-encoding": "identity"},
             timeout=httpx2.Timeout(silence_s, connect=SOON_S, pool=None),
-            # A server may close an idle connection just when it is used again, which would look like its death.
+            # A server may close an idle connection when it is reused, which would look like its death.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Meanwhile every server is looked at again and again."""
+        """Check each server periodically inside the block."""
         async with self._http, anyio.create_task_group() as group:
             for server in (*self.prefills, *self.decodes):
                 group.start_soon(self._watch, server)
@@ -137,7 +134,7 @@ class Forwarder:
             await anyio.sleep(LOOK_EVERY_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the answer is complete, or the client gone: then the decode server loses its connection, too."""
+        """Run until the answer is complete, or the client is gone. Then the connection to the decode server closes."""
         if (body := await _body(receive)) is None:
             return
         exchange = Exchange(scope, body, send)
@@ -159,7 +156,7 @@ class Forwarder:
         scope.cancel()
 
     async def _forward(self, exchange: Exchange) -> Response | None:
-        """Relay the answer of a decode server, trying each once; else what the client is to be told."""
+        """Try each decode server once and relay its answer. Returns an error for the client."""
         tried, reasons = set[Server](), list[str]()
         while (decode := choose(self.decodes, tried)) is not None:
             tried.add(decode)
@@ -179,7 +176,7 @@ class Forwarder:
     async def _ask(
         self, exchange: Exchange, decode: Server, computing_prompt: contextlib.ExitStack, *, is_last: bool
     ) -> str | None:
-        """Relay what `decode` answers, and end `computing_prompt` with its first byte. Returns what went wrong."""
+        """Relay the answer of `decode`; its first byte ends `computing_prompt`. Returns an error."""
         headers = exchange.headers
         prefill = choose(self.prefills) if exchange.method == "POST" else None
         if prefill is not None:
@@ -213,10 +210,10 @@ class Forwarder:
 
 
 class Exchange:
-    """One request of a client, and the answer on its way back."""
+    """A client's request and its answer."""
 
     def __init__(self, scope: Scope, body: bytes, send: Send) -> None:
-        name = scope["path_params"].get("name")  # one segment, whatever a client calls a model
+        name = scope["path_params"].get("name")  # one path segment for any name of a model
         self.method, self.path = (
             str(scope["method"]),
             f"{MODELS}/{quote(name, safe='')}" if name else str(scope["path"]),
@@ -226,7 +223,7 @@ class Exchange:
         self.headers.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
         self.name = self.headers[b"x-request-id"].decode("latin-1")
         self.begun = False
-        """The client has the status."""
+        """The status was sent."""
         self._is_stream = False
         self._send = send
 
@@ -250,13 +247,13 @@ class Exchange:
         return None
 
     async def break_off(self, reason: str) -> None:
-        """A stream ends with an error event; any other answer is too short, which closes the connection."""
+        """End a stream with an error event. Any other answer stays short, which closes the connection."""
         if self._is_stream:
             await self.relay(f"\n\ndata: {json.dumps(error_body(502, reason))}\n\n".encode(), more=False)
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """None where the client leaves before its end. Raises `HTTPException` for one that is too large."""
+    """None if the client leaves. Raises `HTTPException` for a body that is too large."""
     body = bytearray()
     while (message := await receive())["type"] == "http.request":
         body += message.get("body", b"")
@@ -278,7 +275,7 @@ def _text(error: Exception) -> str:
 
 
 def create_app(forwarder: Forwarder, *, ready: str = "") -> Starlette:
-    """Prints the line `ready` once it runs."""
+    """The app prints `ready` once it runs."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -319,8 +316,8 @@ class HttpServer(uvicorn.Server):
         self._is_urgent = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's own would send itself the signal again at the end, which is no status 0."""
-        self._is_urgent = self.should_exit
+        """uvicorn's handler would raise the signal again at the end, and the exit status would not be 0."""
+        self.force_exit = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

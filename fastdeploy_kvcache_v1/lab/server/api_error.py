@@ -1,4 +1,4 @@
-"""A request that cannot be answered, as the OpenAI API shows it. Needs no HTTP library."""
+"""Refusals in the form of OpenAI's API. Needs no HTTP library."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from .engine.generation import Failure
 
 TYPES = {404: "not_found_error", 409: "conflict_error", 500: "internal_error"}
-"""Of every other status from 500 on: "service_unavailable_error", which clients try again."""
+"""Other statuses from 500 on are "service_unavailable_error", which clients retry."""
 
 MAX_MESSAGE = 1000
 """Characters."""
 
 
 class ApiError(Exception):
-    """A request that cannot be answered; becomes an HTTP status and an OpenAI-style body."""
+    """A refusal; becomes an HTTP status and a body in OpenAI's form."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """`{"error": {...}}` with a one-line message, cut where it repeats too much of the request."""
+    """`{"error": {...}}` with a message of one line, cut to `MAX_MESSAGE`."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "service_unavailable_error")
     # A template's message can carry half of a surrogate pair, which an answer cannot.
     line = " ".join(message.encode("utf-8", errors="replace").decode().split())
@@ -38,7 +38,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """One line and the parameter's name for the first of pydantic's findings."""
+    """One line and the field's name for pydantic's first finding."""
     first = errors[0]
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":

@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI-compatible endpoints, health, metrics, and two for operators."""
+"""The HTTP endpoints: OpenAI's API, health, metrics, and those for operators."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Front:
-    """ASGI middleware: every answer and every bug has the request's id, the client's own if it sent one; a body that is
-    too large is not read.
-    """
+    """ASGI middleware: gives each answer and bug the request's id, and refuses a large body unread."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -90,7 +88,7 @@ class Front:
 
 
 class RequestStream:
-    """Events of one request on an asyncio loop."""
+    """Events of a request on an asyncio loop."""
 
     def __init__(self, engine: Engine, request_id: str) -> None:
         self.request_id = request_id
@@ -105,7 +103,7 @@ class RequestStream:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Every delta up to the one with a finish reason. Raises `ApiError` for a failure."""
+        """Deltas up to the one with a finish reason. Raises `ApiError` for a failure."""
         while not self._ended:
             event = await self._queue.get()
             self._ended = isinstance(event, Failure) or event.finish_reason is not None
@@ -114,7 +112,7 @@ class RequestStream:
             yield event
 
     def close(self) -> None:
-        """The client is gone or served: an unfinished request is aborted."""
+        """Abort the request unless it has ended."""
         if not self._ended:
             self._ended = True
             self._engine.abort(self.request_id)
@@ -131,7 +129,7 @@ def create_app(config: ServerConfig, engine: Engine, reader: RequestReader, metr
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every refusal is one line, with the name of the field."""
+    """Refusals are one line with the field's name."""
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -235,7 +233,7 @@ def _add_service_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
 
 
 async def _on_engine(engine: Engine, action: Callable[[EngineCore], T]) -> T:
-    """The result of `action` on the engine thread. Raises `InvariantError`, and `ApiError` 503 where it cannot run."""
+    """The result of `action` on the engine thread. Raises `InvariantError`, or `ApiError` 503 if it cannot run."""
     try:
         return await asyncio.wrap_future(engine.call(action))
     except InvariantError:
@@ -245,14 +243,14 @@ async def _on_engine(engine: Engine, action: Callable[[EngineCore], T]) -> T:
 
 
 def _engine_id(request_id: str, *, is_chat: bool) -> str:
-    """Begins with what the client can name, and is new even if the client sends it twice."""
+    """Begins with the client's id, and is new even if the client repeats it."""
     told = re.sub(r"[^\w.:-]", "_", request_id, flags=re.ASCII)[:64]
     return f"{'chatcmpl' if is_chat else 'cmpl'}-{told}-{secrets.token_hex(4)}"
 
 
 def _prefill_url(request: Request, config: ServerConfig) -> str | None:
-    """Which server the router chose to compute the prompt. Raises `ApiError` for a sender that is no router of ours:
-    this server would send the prompt wherever the header says.
+    """The prefill server that the router chose. Raises `ApiError` for a sender without the secret, which could have the
+    prompt sent to any address.
     """
     url = request.headers.get(PREFILL_HEADER)
     if url is None:
@@ -266,7 +264,7 @@ def _prefill_url(request: Request, config: ServerConfig) -> str | None:
 
 
 async def _respond(request: Request, stream: RequestStream, answer: Answer, *, streams: bool) -> Response:
-    """The whole answer, or its stream once the first output is there: until then a failure has an HTTP status."""
+    """The whole answer, or a stream from the first output on. A failure before it has an HTTP status."""
     watch = asyncio.create_task(_close_on_disconnect(request, stream))
     deltas = stream.deltas()
     try:
@@ -301,7 +299,7 @@ async def _events(
 
 
 async def _close_on_disconnect(request: Request, stream: RequestStream) -> None:
-    """Abort as soon as the client goes away, however long the next token takes."""
+    """Abort at once when the client goes away."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     stream.close()

@@ -1,4 +1,4 @@
-"""Starts a server, asks it (embedded or FastDeploy's), and times the answers: for the demo and benchmarks."""
+"""Starts a server, sends requests to it or to FastDeploy's, and times the answers. For demo and benchmarks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ask(url: str, body: dict[str, Any]) -> Answer:
 
 
 def _chunks(response: httpx2.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events. Raises `ValueError` for a broken one."""
+    """JSON objects of server-sent events. Raises `ValueError` for a broken one."""
     for line in response.iter_lines():
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":
@@ -94,16 +94,15 @@ PROGRAM = (
     "import signal, sys; from fastdeploy_kvcache_v1 import cli; from fastdeploy_kvcache_v1.lab import child_processes; "
     "child_processes.die_with_parent_thread(signal.SIGTERM); sys.exit(cli.main())"
 )
-"""The command, which ends in order when the process that started it is gone, however that ended."""
+"""The command, which ends in order when its parent process is gone."""
 
 
 @contextmanager
 def running_server(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Starts a server on a free local port with `arguments`, yields its URL once it is healthy, stops it at the end.
+    """Start a server on a free local port, yield its URL once it is healthy, and stop it at the end.
 
-    It serves the random model unless `arguments` name another. `environment` is added to this process's. It also ends
-    with the thread that entered the block. Raises `WorkerDiedError` with the last lines of its output if it ends or
-    stays silent before it is healthy.
+    It serves the random model unless `arguments` name another, and ends with the thread that entered the block.
+    `environment` is added to this process's. Raises `WorkerDiedError` with its last lines if it fails to start.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -27,7 +27,7 @@ OWN_FLAGS = frozenset(flag.name for flag in FLAGS if flag.fastdeploy == "no")
 
 RANDOM_WORD = "random"
 SMOLLM2_WORD = "smollm2"
-"""Words rather than directories; `./random` and `./smollm2` are directories."""
+"""Words, not directories; `./random` and `./smollm2` are directories."""
 
 EPILOG = """\
 Exit status: 0 after SIGINT or SIGTERM; 1 after a worker process died and every open request was answered with 503 (run
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Serve until a signal; `extra` are flags this package does not know. Raises `KVCacheError` before it listens."""
+    """Serve until a signal. `extra`: unknown flags. Raises `KVCacheError` before it listens."""
     others: dict[str, Any] = {}
     if args.config is not None or args.print_config:
         from . import config_file
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         return 0
     if args.fastdeploy_cpu:
         _exec_fastdeploy(given, [*_words(others), *extra])
-    from .serve import serve  # first: an extra that is missing is the only thing to say
+    from .serve import serve  # first, to report a missing extra before anything else
     from .text import load_tokenizer
 
     model_path = embedded_model(args.model, is_random=args.mtp or args.model_family is not None)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def _exec_fastdeploy(given: dict[str, Any], extra: Sequence[str]) -> NoReturn:
-    """Replace this process by the one that runs FastDeploy's server without a GPU, with its flags among the `given`."""
+    """Replace this process by FastDeploy's server without a GPU, with its flags among the `given`."""
     if (path := given.get("record_trace")) is not None:
         os.environ[RECORD_VARIABLE] = str(path)  # FastDeploy takes it as a variable
     given["model"] = fastdeploy_cpu_model(given.get("model"))
@@ -89,7 +89,7 @@ def _exec_fastdeploy(given: dict[str, Any], extra: Sequence[str]) -> NoReturn:
 
 
 def _words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Flags as a command line has them."""
+    """Flags as words of a command line."""
     for name, value in values.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -101,9 +101,8 @@ def _words(values: Mapping[str, Any]) -> Iterator[str]:
 def embedded_model(word: str | None, *, is_random: bool = False) -> Path | None:
     """Directory that the embedded server loads; None is the random model.
 
-    Without a word it is the random model if `is_random`, where something of it was asked for. Else it is SmolLM2 or,
-    after one line on standard error that says why not, the random model. Raises `ModelFetchError` when SmolLM2 was
-    asked for and cannot be had.
+    Without a word it is the random model if `is_random`, else SmolLM2. If SmolLM2 cannot be fetched, one line on
+    standard error says why, and it is the random model. Raises `ModelFetchError` if the word asked for SmolLM2.
     """
     if word is None and not is_random:
         try:

@@ -15,10 +15,8 @@ from .settings import FLAGS
 
 
 def fill(args: argparse.Namespace) -> dict[str, Any]:
-    """Give `args` the flags of the file `args.config`, if any, where the command line has none. Returns what this
-    package does not know, which only `--fastdeploy-cpu` takes.
-
-    Raises `ConfigError` that names file and key.
+    """Fill `args` with the flags of the file `args.config` that the command line lacks. Returns unknown flags, which
+    need `--fastdeploy-cpu`. Raises `ConfigError` that names file and key.
     """
     path: Path | None = args.config
     try:
@@ -41,7 +39,7 @@ def fill(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(values: Mapping[str, Any]) -> str:
-    """A file with these flags; None is left out."""
+    """A file with these flags, without those that are None."""
     given = {name: value for name, value in values.items() if value is not None}
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     return yaml.safe_dump(plain, sort_keys=False)

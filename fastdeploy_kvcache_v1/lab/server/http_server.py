@@ -1,4 +1,4 @@
-"""uvicorn with our ready line and our way to end."""
+"""uvicorn with a ready line and an end in order."""
 
 from __future__ import annotations
 

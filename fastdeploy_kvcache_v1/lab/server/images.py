@@ -15,10 +15,8 @@ PREFIX = "data:image/"
 
 
 def read_image(url: object) -> Image:
-    """The image of a data URL as the model sees it: no larger than `MAX_SIDE` patches a side, its shape kept as far as
-    whole patches allow. Raises `ValueError`, one line, for anything else.
-    """
-    from PIL import Image as Pillow  # only where an image comes: a text needs none of it
+    """The image of a data URL, scaled to at most `MAX_SIDE` whole patches a side. Raises `ValueError`, one line."""
+    from PIL import Image as Pillow  # only for images
 
     if not isinstance(url, str) or not url.startswith(PREFIX):
         raise ValueError(f"image_url must be a data URL ({PREFIX}png;base64,...): this server fetches nothing")
@@ -34,13 +32,13 @@ def read_image(url: object) -> Image:
             columns, rows = _patches(*opened.size)
             picture = opened.convert("RGB").resize((columns * PATCH, rows * PATCH), Pillow.Resampling.BILINEAR)
             return Image.of(rows, columns, picture.tobytes())
-    except Exception as error:  # Pillow's decoders raise whatever a damaged file makes them raise
-        logger.debug("an image cannot be read: %s", error)  # its words hold addresses of this process
+    except Exception as error:  # Pillow's decoders raise exceptions of many kinds for a damaged file
+        logger.debug("an image cannot be read: %s", error)  # its text may hold addresses of this process
         raise ValueError(f"image_url holds no image of the formats {', '.join(FORMATS)} that can be read") from None
 
 
 def _patches(width: int, height: int) -> tuple[int, int]:
-    """Columns and rows. A side is scaled down with the other one; it has a patch at least."""
+    """Columns and rows, each at least 1."""
     scale = min(1.0, MAX_SIDE * PATCH / max(width, height))
     columns, rows = (max(1, min(MAX_SIDE, -(-int(side * scale) // PATCH))) for side in (width, height))
     return columns, rows

@@ -1,4 +1,4 @@
-"""What `/metrics` shows: the numbers of the engine's parts, in a registry of our own."""
+"""The content of `/metrics`: numbers of the engine's parts, in a registry of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class Metrics:
-    """The registry. What is observed may be observed from any thread."""
+    """The registry. Thread-safe."""
 
     def __init__(self, core: EngineCore, fields: FieldCheck) -> None:
         """`core` and its parts report their latencies from now on."""
@@ -50,7 +50,7 @@ class _ServerCollector(Collector):
 
 
 def _parts(core: EngineCore) -> Iterator[tuple[object, tuple[str, ...]]]:
-    """Everything that is exported, each with the values of the labels that its source leaves to the server."""
+    """Exported objects, each with the values of the labels that the server adds."""
     yield core.manager.stats(), ()
     yield core, ()
     remote = core.peers.remote

@@ -1,4 +1,4 @@
-"""What a decode server asks of a prefill server, and the answer. Both sides know a secret: no client can ask."""
+"""The request of a decode server to a prefill server, and its answer. Both sides know a secret."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = [
 PATH = "/kvcache/prefill"
 
 PROOF_HEADER = "X-KVCache-Proof"
-"""Proves that the sender knows the secret. Of a `PrefillJob` over its bytes; of a router over `PREFILL_HEADER`."""
+"""Proves that the sender knows the secret: over the bytes of a `PrefillJob`, or over `PREFILL_HEADER`."""
 
 PREFILL_HEADER = "X-KVCache-Prefill"
-"""A router names the prefill server of a request: its URL."""
+"""URL of the prefill server that a router chose."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Port = Annotated[int, msgspec.Meta(gt=0, lt=65536)]
 
 
 class PrefillJob(msgspec.Struct, forbid_unknown_fields=True):
-    """A prompt to be computed and offered, and one token to be sampled behind it."""
+    """A prompt to compute and offer, and one token to sample behind it."""
 
     request_id: Name
     prompt_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
@@ -49,16 +49,14 @@ class PrefillJob(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PrefillAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """All blocks of the prompt are computed."""
-
     token: int
     """The first output token."""
     cached_tokens: int
-    """Of the prompt, not computed by the prefill server."""
+    """Cache hits of the prompt at the prefill server."""
 
 
 class PrefillLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of the answer's body. One without anything is a sign of life; the last one has an answer or an error."""
+    """A line of the answer. An empty line is a heartbeat; the last line has the answer or an error."""
 
     answer: PrefillAnswer | None = None
     error: str | None = None
@@ -70,5 +68,5 @@ def proof(secret: bytes, purpose: str, content: bytes) -> str:
 
 
 def proves(secret: bytes, purpose: str, content: bytes, given: str) -> bool:
-    """Whether the sender of `given` knows the secret. Compares in constant time."""
+    """True: the sender of `given` knows the secret. Compares in constant time."""
     return hmac.compare_digest(proof(secret, purpose, content).encode(), given.encode())

@@ -52,7 +52,7 @@ _REFUSED_BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "it runs prefill and decode in one place; leave the field out": {"disaggregate_info": ({},)},
 }
 REFUSED = {name: (neutral, advice) for advice, names in _REFUSED_BY_ADVICE.items() for name, neutral in names.items()}
-"""Fields that would change the answer: values that ask for nothing (null always does), and what a client can do."""
+"""Fields that would change the answer: values that change nothing (null besides), and advice for the client."""
 
 
 class StreamOptions(BaseModel):
@@ -153,7 +153,7 @@ class GenerationBody(BaseModel):
 
     @property
     def token_limit(self) -> int | None:
-        """Output tokens the client asked for at most; None leaves it to the endpoint."""
+        """The client's limit of output tokens, or None."""
         return self.max_tokens
 
     @property
@@ -168,11 +168,11 @@ class GenerationBody(BaseModel):
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
-            seed=random.getrandbits(63) if self.seed is None else self.seed,  # drawn, so that a retry repeats itself
+            seed=random.getrandbits(63) if self.seed is None else self.seed,  # drawn once, so that a retry repeats it
         )
 
     def request(self, **read: Any) -> GenerationRequest:
-        """What the engine is asked. `read`: fields that the model and the prompt decide."""
+        """The engine's request. `read`: fields that depend on model and prompt."""
         return GenerationRequest(
             min_tokens=self.min_tokens, session=self.user or None, cache_salt=self.cache_salt, **read
         )
@@ -199,10 +199,10 @@ class CompletionBody(GenerationBody):
 
 
 class ImageUrl(NamedTuple):
-    """Part of a message."""
+    """A part of a message."""
 
     url: object
-    """As the client sent it."""
+    """Unchecked."""
 
 
 Parts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
@@ -216,7 +216,6 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_calls(cls, message: object) -> object:
-        """A conversation without the calls in it would be another one."""
         if isinstance(message, dict):
             for name in ("tool_calls", "function_call"):
                 if message.get(name):
@@ -250,7 +249,7 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatBody:
-        for name in self.metadata:  # FastDeploy takes request fields out of it: to ignore one could change the answer
+        for name in self.metadata:  # FastDeploy reads request fields there: ignoring one could change the answer
             if name in type(self).model_fields or name in REFUSED or name == "enable_thinking":
                 place = "into chat_template_kwargs" if name == "enable_thinking" else "out of metadata, beside messages"
                 fault = "this server reads no request fields in it"
@@ -270,7 +269,7 @@ class ChatBody(GenerationBody):
 
 
 def _only_one(value: object) -> object:
-    """The prompt of a list with a single one."""
+    """The only prompt of a list of one, else `value`."""
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
 
 

@@ -1,4 +1,4 @@
-"""From the body of a request to tokens, and on to what the engine is asked."""
+"""From the body of a request to tokens, and to the engine's request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPLETION_MAX_TOKENS = 16
 """Default of /v1/completions, as in OpenAI's API. A chat may run up to the limit of model and cache."""
 
 ANY_MODEL = "default"
-"""A client that names this model means the one that is served, as with FastDeploy."""
+"""A name for the served model, as in FastDeploy."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,13 @@ class Reading:
     token_ids: tuple[int, ...]
     max_tokens: int
     hasher: BlockHasher
-    """Of the blocks of `token_ids`."""
+    """Block hashes of `token_ids`."""
     images: tuple[PlacedImage, ...] = ()
     """In the order of their placeholders in `token_ids`."""
 
 
 class RequestReader:
-    """Thread-safe, as long texts, images and chat templates take their time in threads. Raises `ApiError`, one line,
-    for whatever is wrong with a request.
-    """
+    """Reads request bodies. Thread-safe. Raises `ApiError`, one line."""
 
     def __init__(self, config: ServerConfig, tokenizer: Tokenizer) -> None:
         self._config = config
@@ -75,7 +73,7 @@ class RequestReader:
     def generation(
         self, reading: Reading, request_id: str, sink: Sink, *, prefill_url: str | None = None
     ) -> Generation:
-        """What the engine is to do; the server at `prefill_url` is to compute the prompt."""
+        """The engine's request. `prefill_url`: the server that computes the prompt."""
         body = reading.body
         ends = frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids
         sampling = body.sampling()
@@ -92,7 +90,7 @@ class RequestReader:
         return Generation(request, reading.hasher, self._tokenizer.stream(body.stop), sink, prefill_url=prefill_url)
 
     def _message(self, message: Message, images: list[Image]) -> dict[str, object]:
-        """As the template wants it; its images are added to `images`. Raises `ValueError` for what is no image."""
+        """The message for the template; adds its images to `images`. Raises `ValueError` for a bad image."""
         if isinstance(message.content, str):
             return {"role": message.role, "content": message.content}
         parts: list[dict[str, object]] = []
@@ -107,7 +105,7 @@ class RequestReader:
         return {"role": message.role, "content": parts}
 
     def _placed(self, token_ids: list[int], images: list[Image]) -> tuple[PlacedImage, ...]:
-        """Placeholders belong to the images, in their order. Raises `ValueError` where a text has some of its own."""
+        """Assign the placeholders to the images in order. Raises `ValueError` for a placeholder in a text."""
         if not images:
             return ()
         places = [index for index, token in enumerate(token_ids) if token == self._tokenizer.image_token_id]
@@ -156,7 +154,7 @@ class RequestReader:
         if model_room < 1:
             fault = f"{num_prompt} tokens are too long for --max-model-len {config.max_model_len}"
             raise ApiError(400, f"{param}: {fault} with at least one output token", param, "context_length_exceeded")
-        # The last sampled token's KV is never written, so the blocks carry one token more.
+        # The last sampled token's KV is never written, so the blocks have room for one token more.
         cache_room = num_blocks * block_size - num_prompt + 1
         wanted = min(default, max(cache_room, 1)) if asked is None else asked
         if min(wanted, model_room) > cache_room:

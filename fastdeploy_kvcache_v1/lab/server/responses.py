@@ -24,17 +24,17 @@ class Answer:
     _: KW_ONLY
     is_chat: bool
     prompt_token_ids: tuple[int, ...] | None = None
-    """Given: the answer also has the exact tokens of prompt and output. `completion_token_ids` is FastDeploy's name,
-    `token_ids` that of other servers.
+    """If given, the answer has the token ids of prompt and output. `completion_token_ids` is FastDeploy's name,
+    `token_ids` the name of other servers.
     """
     include_usage: bool = False
-    """Streams only: a last chunk without choices that carries the usage."""
+    """Streams only: the last chunk has the usage and no choices."""
     continuous_usage: bool = False
-    """Streams only: the usage so far in every chunk of output."""
+    """Streams only: each chunk has the usage so far."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, deltas: Sequence[Delta]) -> Body:
-        """Of all deltas; the last one has finish reason and usage."""
+        """The answer of all deltas; the last one has finish reason and usage."""
         token_ids = [token for delta in deltas for token in delta.token_ids]
         text, last = "".join(delta.text for delta in deltas), deltas[-1]
         assert last.usage is not None, "the last delta carries the usage"
@@ -51,7 +51,7 @@ class Answer:
         return [self._chunk({"text": "", **ids}, [], None)] if ids else []
 
     def chunks(self, delta: Delta) -> list[Body]:
-        """Chunks of one delta; none for a delta that shows nothing yet."""
+        """Chunks of one delta; none for a delta without text."""
         bodies: list[Body] = []
         if delta.text or delta.finish_reason or self.prompt_token_ids is not None:
             token_ids = list(delta.token_ids)
@@ -72,7 +72,7 @@ class Answer:
         return {**choice, **self._ids(token_ids=token_ids)}
 
     def _ids(self, **fields: Sequence[int] | None) -> Body:
-        """`fields`, where the client wants them."""
+        """`fields`, if the client wants token ids."""
         return {} if self.prompt_token_ids is None else fields
 
     def _body(self, kind: str, choices: list[Body]) -> Body:

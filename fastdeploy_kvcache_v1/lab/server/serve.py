@@ -1,4 +1,4 @@
-"""Wires worker, engine and HTTP server together and runs them until a signal or a failure ends them."""
+"""Runs worker, engine and HTTP server until a signal or a failure."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from .worker.client import ProcessWorkerClient, StartInterruptedError
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-"""After the worker was lost, /health shows the reason this long before the server ends."""
+"""Seconds that /health shows the reason after a worker died, before the server ends."""
 
 EXIT_OK = 0
 EXIT_WORKER_DIED = 1
 
 
 def serve(config: ServerConfig, tokenizer: Tokenizer) -> int:
-    """Serve until SIGINT or SIGTERM: 0. Returns 1 when the worker died: run it under a supervisor.
+    """Serve until SIGINT or SIGTERM: 0. Returns 1 when the worker died. Main thread only.
 
-    Main thread only. Raises `KVCacheError` when the port is taken or the worker does not start; nothing is left behind.
+    Raises `KVCacheError` when the port is taken or the worker does not start, and leaves nothing behind.
     """
     http = HttpServer()
     with ExitStack() as stack:
-        # Handlers that raised would strike anywhere; this one is asked where the server can end in order.
+        # A handler that raised would interrupt any line. This one sets a flag that the server reads.
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, http.handle_exit))
         listener = stack.enter_context(_listening_socket(config.host, config.port))
@@ -116,7 +116,7 @@ def _make_core(
     recorder: TraceRecorder | None,
     asker: PrefillClient | None,
 ) -> EngineCore:
-    """Cache, decisions and requests. `namespace` of what is stored, `asker` of a decode server."""
+    """Make cache, scheduler and requests. `namespace` of stored blocks, `asker` of a decode server."""
     manager, num_ranks, role = CacheManager(config.cache), config.tensor_parallel_size, config.role
     storage, remote = None, None
     if config.storage is not None and worker.storage is not None and namespace is not None:
@@ -142,7 +142,7 @@ def _make_core(
 
 
 def storage_namespace(config: ServerConfig) -> Namespace:
-    """Of the blocks that this server would compute bit by bit itself. Reads the whole model. Raises `ModelError`."""
+    """Namespace of the blocks that this server computes bit for bit. Reads the whole model. Raises `ModelError`."""
     own = config.model.shard(config.tensor_parallel_size)
     backend = own.cache_backend(block_size=config.cache.block_size, dtype=config.cache_dtype)
     math_library = f"{paddle_version()}, {', '.join(numeric_variables())}"
@@ -158,8 +158,8 @@ def storage_namespace(config: ServerConfig) -> Namespace:
 
 
 def _checked_namespace(config: ServerConfig) -> Namespace | None:
-    """Where a store or another server has blocks. Raises `ConfigError` when the store cannot work. One that does not
-    work now is left for later.
+    """The namespace, with a store or a role. Raises `ConfigError` for a store that cannot work; a store that does not
+    work now is a warning.
     """
     if config.storage is None and config.role is None:
         return None
@@ -168,7 +168,7 @@ def _checked_namespace(config: ServerConfig) -> Namespace | None:
         if config.storage is not None:
             check_backend(config.storage, namespace)
     except StorageError as error:
-        logger.warning("the storage does not work now, the server starts without its blocks: %s", error)
+        logger.warning("storage fails now, the server starts without its blocks: %s", error)
     return namespace
 
 
@@ -183,7 +183,7 @@ def _warn_of_open_address(listener: socket.socket) -> None:
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """Bound before anything is started, so that a taken port costs nothing but one line; the server listens later."""
+    """Bind before anything starts, so that a taken port is one line. The server listens later."""
     with ExitStack() as stack:
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

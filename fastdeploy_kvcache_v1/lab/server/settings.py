@@ -1,4 +1,4 @@
-"""Settings of the embedded server: its flags, checked against model and machine."""
+"""The embedded server's flags, checked against model and machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .disaggregation.settings import ROLE_FLAGS, RoleSettings, role_settings
 RANDOM_MODEL, RANDOM_MODEL_NAME = ChecksumConfig(), "random-tiny"
 
 MEMORY_SHARE = 0.25
-"""Of the free memory, at most what a tier takes when its size is not given."""
+"""Largest share of the free memory for a tier without a given size."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -32,7 +32,7 @@ DEFAULT_SWAP_BYTES = GIB
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the server runs with. Every value has been checked. Fields with the names of flags have their values."""
+    """Checked settings. Fields with names of flags have their values."""
 
     cache: KVCacheConfig
     model: ModelConfig = RANDOM_MODEL
@@ -40,14 +40,14 @@ class ServerConfig:
     """None: the random model."""
     served_model_name: str = RANDOM_MODEL_NAME
     checks_model_name: bool = False
-    """Requests must name the served model or "default"; otherwise any name will do, as with FastDeploy."""
+    """True: requests must name the served model or "default". False: any name, as in FastDeploy."""
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     max_model_len: int = RANDOM_MODEL.max_position
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     tensor_parallel_size: int = 1
-    """Worker processes, each with its share of the model's heads."""
+    """Worker processes, each with a share of the model's heads."""
     cache_dtype: str = "float32"
     threads: int = default_threads()
     """Of each worker process."""
@@ -56,7 +56,6 @@ class ServerConfig:
     """Unknown request fields are refused. Otherwise they are ignored and named in the log."""
     storage: StorageSettings | None = None
     record_trace: Path | None = None
-    """None: no trace is recorded."""
     role: RoleSettings | None = None
     """None: mixed."""
 
@@ -147,7 +146,7 @@ FLAGS = (
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Values of the flags that are not None in `args`. Raises `ConfigError` for one that no server can have."""
+    """Values of the given flags in `args`. Raises `ConfigError` for a wrong one."""
     values = ((flag, getattr(args, flag.name)) for flag in FLAGS)
     return {flag.name: flag.checked(value) for flag, value in values if value is not None}
 
@@ -157,7 +156,7 @@ def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: int) -> ServerConfig:
-    """Raises `ConfigError` for values that cannot work with this model in `free_bytes` of memory."""
+    """Raises `ConfigError` for values that do not fit this model and `free_bytes` of memory."""
     values = argparse.Namespace(**with_defaults(given_flags(args)))
     longest = values.max_model_len = values.max_model_len or model.max_position
     if longest > model.max_position:
@@ -185,7 +184,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
 
 
 def _check_role(role: RoleSettings, values: argparse.Namespace, storage: StorageSettings | None) -> None:
-    """What a server with a role cannot have besides. Raises `ConfigError`."""
+    """Raises `ConfigError` for settings that a role excludes."""
     if storage is not None and storage.uses_device_tier:
         raise ConfigError("--role does not go with --kvcache-storage-backend attention_store: choose file or mooncake")
     if role.address.port + values.tensor_parallel_size - 1 > 65_535:

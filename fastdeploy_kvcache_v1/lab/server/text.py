@@ -1,4 +1,4 @@
-"""Text to tokens and back: tokenizer and chat template of a model directory, and text as it is generated."""
+"""Text to tokens and back: tokenizer and chat template of a model directory, and streamed text."""
 
 from __future__ import annotations
 
@@ -14,69 +14,66 @@ from tokenizers.decoders import DecodeStream
 from ...errors import ConfigError, ModelError
 from ..model.directory import RANDOM_DIRECTORY, converted, read_json
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it says at import that there is no torch
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else its import warns that torch is missing
 
 
 class Tokenizer:
-    """Immutable after loading; threads may share it. A long text does not hold the interpreter lock."""
+    """Immutable and thread-safe. Encoding a long text does not hold the interpreter lock."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
-        """`tokenizer`: a `PreTrainedTokenizerFast`. Any of `eos_token_ids` ends a generation; it may be empty."""
+        """`tokenizer`: a `PreTrainedTokenizerFast`. Each of `eos_token_ids`, if any, ends a generation."""
         self._tokenizer = tokenizer
         self._rust: RustTokenizer = tokenizer.backend_tokenizer
         self.eos_token_ids = eos_token_ids
         self.image_token: str | None = getattr(tokenizer, "image_token", None)
-        """Placeholder of a patch of an image; None for a model that sees none."""
+        """Placeholder of a patch of an image; None for a model without images."""
         self.image_token_id: int | None = getattr(tokenizer, "image_token_id", None)
         self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
-        """Token ids are below it."""
 
     @property
     def has_template(self) -> bool:
         return self._tokenizer.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt, with the special tokens that the model expects around one."""
+        """Ids of a raw prompt, with the special tokens around it."""
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; invalid UTF-8 becomes U+FFFD and unknown ids vanish."""
+        """Text without special tokens. Invalid UTF-8 becomes U+FFFD, unknown ids vanish."""
         text: str = self._rust.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Ids of a conversation (`{"role": ..., "content": ...}` each), ending where the assistant speaks next; the
-        template writes the special tokens itself. A content is a text or, with images, a list of parts.
+        """Ids of a conversation of `{"role": ..., "content": ...}`, up to the assistant's next answer. A content is a
+        text, or a list of parts with images. `variables` are for the template (`enable_thinking`, ...).
 
-        `variables` are for the model's template (`enable_thinking`, ...). Raises `ConfigError`, one line, when the
-        messages do not fit the template.
+        Raises `ConfigError`, one line, when the messages do not fit the template.
         """
         if not self.has_template:
             raise ConfigError("this model has no chat template: send the prompt to /v1/completions")
         options = {"add_generation_prompt": True, **(variables or {}), "tokenize": False}
         try:
             text = self._tokenizer.apply_chat_template([dict(message) for message in messages], **options)
-        except Exception as error:  # a template is code of the model's directory, and raises what it likes
+        except Exception as error:  # a template is code of the model's directory, and raises any exception
             raise ConfigError(f"the model's chat template rejects these messages: {_one_line(error)}") from error
         return self._encode(text, add_special_tokens=False)
 
     def stream(self, stops: Sequence[str] = ()) -> TextStream:
-        """For one output."""
         return TextStream(self._rust, stops)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        text = text.encode("utf-8", errors="replace").decode()  # half a surrogate pair is no text for Rust
-        # Not `encode`, which keeps the interpreter lock: half a second for 450,000 characters.
+        text = text.encode("utf-8", errors="replace").decode()  # Rust takes no half surrogate pair
+        # `encode` holds the interpreter lock: half a second for 450,000 characters.
         ids: list[int] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
 
 class TextStream:
-    """Text of one output, whole characters only, cut before its first stop string. Not thread-safe.
+    """Text of one output in whole characters, cut before its first stop string. Not thread-safe.
 
-    Holds back an end that could still grow into a stop string, so nothing that was released is ever taken back.
+    Holds back an end that could become a stop string, so released text stays valid.
     """
 
     def __init__(self, rust: RustTokenizer, stops: Sequence[str] = ()) -> None:
@@ -84,26 +81,26 @@ class TextStream:
         self._stops = tuple(stops)
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._undecoded: list[int] = []
-        """Tokens that have given no text yet, part of a character for example."""
+        """Tokens without text yet, part of a character for example."""
         self._pending = ""
         self.stopped = False
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Text that may be shown now; sets `stopped` at a stop string unless `may_stop` is False."""
+        """Text to show now. Sets `stopped` at a stop string, unless `may_stop` is False."""
         return self._release(self._decode(token_id), looks=may_stop)
 
     def flush(self) -> str:
-        """The rest, at the end of the output. Nothing may follow."""
+        """The remaining text, at the end of the output."""
         rest = self._rust.decode(self._undecoded, skip_special_tokens=True)
         shown = self._release(rest, looks=True)
         return shown if self.stopped else shown + self._pending
 
     def _decode(self, token_id: int) -> str:
-        """Text that became certain with this token, often "" while a character is incomplete."""
+        """Text that this token completes; "" within a character."""
         self._undecoded.append(token_id)
         try:
             text = self._decoder.step(self._rust, token_id) or ""
-        except Exception:  # "invalid prefix": bytes that are no UTF-8 changed what was certain; vLLM starts anew, too
+        except Exception:  # "invalid prefix", after invalid UTF-8: start anew, as vLLM does
             self._decoder = DecodeStream(skip_special_tokens=True)
             text = self._rust.decode(self._undecoded, skip_special_tokens=True)
         if text:
@@ -125,16 +122,15 @@ class TextStream:
 
 
 class Ends(msgspec.Struct):
-    """What a model's JSON files say of the end of a text, and of its vocabulary."""
+    """Entries of a model's JSON files for end tokens and vocabulary."""
 
     eos_token_id: int | list[int] | None = None
     vocab_size: int | None = None
 
 
 def load_tokenizer(path: Path | None) -> Tokenizer:
-    """Of the model in directory `path`; None is the random model's.
-
-    Raises `ModelError`, one line, when the directory has no usable tokenizer, or one that does not fit the model.
+    """The tokenizer of the model in `path`; None is the random model's. Raises `ModelError`, one line, for an unusable
+    tokenizer, or one that does not fit the model.
     """
     path = path or RANDOM_DIRECTORY
     files = [path / f"{name}.json" for name in ("config", "generation_config")]
@@ -154,19 +150,19 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
 
 
 def _pretrained(path: Path) -> Any:
-    """tokenizer.json as it is, with the special tokens and the template that the files beside it name."""
+    """tokenizer.json, with the special tokens and the template of the files beside it."""
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"{path} is not a usable model directory: tokenizer.json is missing")
-    from transformers import PreTrainedTokenizerFast  # a second and a half
+    from transformers import PreTrainedTokenizerFast  # takes 1.5 s
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever a broken file makes it raise
+    except Exception as error:  # a broken file raises exceptions of many kinds
         raise ModelError(f"{path} has no usable tokenizer: {_one_line(error)}") from error
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest end of `text` that `stop` begins with."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 

@@ -1,1 +1,1 @@
-"""Prefill and decode roles: their settings, and what a decode server asks of a prefill server."""
+"""Prefill and decode roles: settings, endpoints, and the decode server's client."""

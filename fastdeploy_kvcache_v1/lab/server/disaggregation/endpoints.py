@@ -1,7 +1,4 @@
-"""The endpoints of a server with a role: what it is and, at a prefill server, a prompt computed for a decode server.
-
-While it computes, it says that it lives.
-"""
+"""Endpoints of a server with a role. A prefill server computes prompts, and sends heartbeats meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from .settings import Role, RoleSettings
 __all__ = ["add_role_routes"]
 
 SIGN_S = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 
 def add_role_routes(
@@ -40,7 +37,7 @@ def add_role_routes(
     tokenizer: Tokenizer,
     ranks: list[RankInfo],
 ) -> None:
-    """Of a server with a role, whose workers are `ranks`. The tokenizer is for the generation, nobody sees text."""
+    """For a server with a role and these worker `ranks`. The tokenizer is for the generation; no text is sent."""
     info = RoleInfo(role.role.value, role.plane, role.address.host, ranks)
 
     @app.get(ROLE_PATH)
@@ -61,7 +58,7 @@ def add_role_routes(
 
 
 def _read(raw: bytes, given: str, secret: bytes, config: ServerConfig) -> PrefillJob:
-    """Raises `ApiError` for a sender without the secret, and for a job that this server cannot do."""
+    """Raises `ApiError` for a sender without the secret, or a job that this server cannot do."""
     if not proves(secret, "job", raw, given):
         raise ApiError(403, "this endpoint is for decode servers with the same secret: give all --peer-secret-file")
     try:

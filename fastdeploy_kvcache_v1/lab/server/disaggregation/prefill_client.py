@@ -1,4 +1,4 @@
-"""PrefillClient: asks prefill servers, on a thread of its own."""
+"""The decode server's client for prefill servers, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ OnAnswer = Callable[[str, "PrefillAnswer | str"], None]
 
 
 class PrefillClient:
-    """Thread-safe. Every `ask` gets one answer or one error (a line of text), unless it is dropped before.
+    """Each `ask` gets one answer or one error (a line of text), unless it is dropped. Thread-safe.
 
-    A prefill server that says nothing for `silence_s` has failed; while it says that it lives there is no limit, as the
-    decode server has one of its own.
+    A prefill server without a heartbeat for `silence_s` has failed. With heartbeats the decode server's limit holds.
     """
 
     def __init__(self, settings: TransferSettings) -> None:
@@ -38,20 +37,20 @@ class PrefillClient:
         self._thread = threading.Thread(target=self._run, name="prefill-client", daemon=True)
 
     def start(self, on_answer: OnAnswer) -> None:
-        """From now on `on_answer(request_id, answer or error)` is called, on the client's thread."""
+        """Call `on_answer(request_id, answer or error)` from now on, on the client's thread."""
         self._on_answer = on_answer
         self._thread.start()
 
     def ask(self, url: str, job: PrefillJob) -> None:
-        """Begin to ask the server at `url`. Never blocks."""
+        """Ask the server at `url`. Never blocks."""
         self._post(self._begin, url, job)
 
     def drop(self, request_id: str) -> None:
-        """The answer is not wanted any more: the prefill server sees the connection close. Idempotent."""
+        """Cancel a request by closing its connection. Idempotent."""
         self._post(self._cancel, request_id)
 
     def close(self) -> None:
-        """Drops everything. Idempotent."""
+        """Drop all requests. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -66,7 +65,7 @@ class PrefillClient:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        # A server may close an idle connection just when it is used again, which would look like its failure.
+        # A server may close an idle connection when it is reused, which would look like a failure.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx2.AsyncClient(timeout=self._timeout, limits=limits, trust_env=False)
         self._loop.run_forever()
@@ -74,7 +73,7 @@ class PrefillClient:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks.values(), return_exceptions=True))
         self._loop.run_until_complete(self._http.aclose())
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # of answers that were not read to their end
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # of answers that were not read to the end
         self._loop.close()
 
     def _begin(self, url: str, job: PrefillJob) -> None:

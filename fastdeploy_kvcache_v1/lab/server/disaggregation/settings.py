@@ -1,4 +1,4 @@
-"""What a server with a role runs with, and the flags for it."""
+"""Settings and flags of a server with a role."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class RoleSettings:
 
     role: Role
     address: PeerPort
-    """Where worker rank 0 listens: a prefill server for reads, a decode server for the prefill servers."""
+    """Where rank 0 listens: at a prefill server for reads, at a decode server for prefill servers."""
     plane: str
     transfer: TransferSettings
     checksums: bool = True
 
     def address_of(self, rank: int) -> PeerPort:
-        """0 for a free port; the ranks behind rank 0 have the ports behind its."""
+        """Rank 0 has the first port, 0 for a free one; later ranks have the ports behind it."""
         port = self.address.port
         return self.address._replace(port=port + rank if port else 0)
 
@@ -96,7 +96,7 @@ ROLE_FLAGS = (
 
 
 def role_settings(values: argparse.Namespace) -> RoleSettings | None:
-    """None for the role mixed. `values` has `ROLE_FLAGS`, checked. Raises `ConfigError`."""
+    """None for a mixed server. `values` has the checked `ROLE_FLAGS`. Raises `ConfigError`."""
     if values.role == "mixed":
         for flag in ROLE_FLAGS:
             if getattr(values, flag.name) != flag.default:

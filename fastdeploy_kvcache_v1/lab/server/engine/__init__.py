@@ -1,1 +1,1 @@
-"""The engine thread: turns requests into steps, and results of steps into output."""
+"""The engine: turns requests into steps, and results of steps into output."""

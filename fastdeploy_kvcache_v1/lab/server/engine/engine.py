@@ -1,4 +1,4 @@
-"""The engine thread: one actor that owns the scheduler half and talks to the worker."""
+"""The engine thread: owns the scheduler half and talks to the worker."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ T = TypeVar("T")
 class Engine:
     """Thread-safe face of an `EngineCore`. Every action runs on the engine thread, in order of arrival.
 
-    The thread takes turns: it runs the actions that are there, then one step. What arrives meanwhile waits for the next
-    turn, so no client can stop the steps of the others, however often it asks.
+    The thread runs the waiting actions, then one step. Later actions wait for the next turn, so the actions of one
+    client cannot hold up the steps of others.
     """
 
     def __init__(self, core: EngineCore, worker: ProcessWorkerClient, *, on_fatal: Callable[[str], None]) -> None:
@@ -67,7 +67,7 @@ class Engine:
         self._post(lambda: self._core.abort(request_id))
 
     def refuse(self, reason: str) -> None:
-        """Answer every open and later request with HTTP 503."""
+        """Answer each open and later request with HTTP 503."""
         self._post(lambda: self._core.close(Failure(503, reason)))
 
     def call(self, action: Callable[[EngineCore], T]) -> concurrent.futures.Future[T]:
@@ -86,7 +86,7 @@ class Engine:
         return future
 
     def close(self, deadline: float | None = None) -> None:
-        """Fail what is open, stop the thread, stop the worker, which has until `deadline`. Idempotent."""
+        """Fail open requests, stop the thread, and stop the worker by `deadline`. Idempotent."""
         self.refuse("the server is shutting down")
         self._post(self._request_stop)
         if self._thread.ident is not None:
@@ -112,11 +112,11 @@ class Engine:
                 self._post(lambda: self._core.on_report(message, rank))
 
     def on_prefill_answer(self, request_id: str, answer: PrefillAnswer | str) -> None:
-        """What the client of prefill servers delivers, on its own thread."""
+        """Called on the thread of the client of prefill servers."""
         self._post(lambda: self._core.on_prefill_answer(request_id, answer))
 
     def on_storage(self, answer: StorageAnswer) -> None:
-        """What the link to the storage delivers, on its own thread."""
+        """Called on the thread of the link to the storage."""
         self._post(lambda: self._core.on_storage(answer))
 
     def _on_death(self, reason: str) -> None:

@@ -31,10 +31,10 @@ from .scheduler import Scheduled, Scheduler
 logger = logging.getLogger(__name__)
 
 FETCHED_AHEAD = 32
-"""Waiting requests whose stored prefix is looked for, from the head of the line."""
+"""Waiting requests from the head of the queue whose stored prefix is looked up."""
 
 MAX_COPY_FAILURES = 3
-"""A request is computed again this often after failed copies; the next failure ends it."""
+"""Times that a request is recomputed after failed copies; the next failure ends it."""
 
 
 _ended = partial(counter, "Requests by how they ended", "requests_ended", by="outcome")
@@ -45,10 +45,10 @@ class EngineCounters:
     """Totals since the start. Written by the engine thread only; any thread may read single fields."""
 
     copies: list[RankCopies]
-    """The last that each worker rank has said."""
+    """The last report of each worker rank."""
     steps: int = counter("Batches sent to the worker")
     computed_tokens: int = counter("Tokens that went through the model")
-    """Those computed again after a preemption included."""
+    """Includes tokens recomputed after a preemption."""
     generated_tokens: int = counter("Tokens sampled")
     draft_tokens: int = counter("Draft tokens that were verified")
     accepted_draft_tokens: int = counter("Draft tokens that were accepted")
@@ -87,8 +87,8 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
     ) -> None:
-        """`send` brings a batch to each of `num_ranks` worker ranks; each answers it with one result. `remote` of a
-        decode server, `offered` of a prefill server.
+        """`send` takes a batch to each of `num_ranks` ranks, and each answers with one result. A decode server has
+        `remote`, a prefill server `offered`.
         """
         self._clock = clock
         self.manager = manager
@@ -113,7 +113,7 @@ class EngineCore:
         self._in_flight: list[Scheduled] | None = None
         self._step_in_flight = -1
         self._is_timed = False
-        """What the batch in flight takes says what computing it takes."""
+        """The duration of the batch in flight measures its computation alone."""
         self._sent_at = 0.0
         self._closed: Failure | None = None
         self._num_ranks = num_ranks
@@ -122,12 +122,11 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """No request is known and no batch is in flight."""
         return self.scheduler.is_idle and self._in_flight is None
 
     @property
     def closed(self) -> Failure | None:
-        """Why no request is served any more, once that is so."""
+        """Why requests are refused from now on, or None."""
         return self._closed
 
     def submit(self, generation: Generation) -> None:
@@ -136,7 +135,7 @@ class EngineCore:
             generation.sink(self._closed)
             return
         if generation.request_id in self._generations or self.peers.knows(generation.request_id):
-            # Ids of our own never repeat; a decode server may send a job again.
+            # Ids of this server never repeat, but a decode server may send a job again.
             generation.sink(Failure(409, f"request {generation.request_id} is known already"))
             return
         self._generations[generation.request_id] = generation
@@ -151,9 +150,8 @@ class EngineCore:
             self._end(generation, "aborted")
 
     def close(self, failure: Failure) -> None:
-        """Answer every open and every later request with `failure`, for good.
-
-        Touches neither scheduler nor manager: it must also work when a bug in them is the reason.
+        """Answer each open and later request with `failure`. Leaves scheduler and manager alone: a bug there may be
+        the reason.
         """
         self._closed = self._closed or failure
         generations, self._generations = self._generations, {}
@@ -164,8 +162,8 @@ class EngineCore:
             generation.sink(failure)
 
     def reset_cache(self, *, stored: bool = False) -> dict[str, list[str]]:
-        """Forget every cached block, with `stored` those of the store, too: they stay there, and this server does not
-        find them any more. Running requests go on and cache nothing more. Returns the tiers that were reset and kept.
+        """Forget cached blocks, with `stored` also the store's, which stay there for other servers. Running requests
+        go on and cache nothing more. Returns the tiers that were reset and kept.
         """
         self.manager.reset_cache()
         tiers = {"reset": [CacheLevel.DEVICE.value], "kept": []}
@@ -179,7 +177,7 @@ class EngineCore:
         return tiers
 
     def check(self) -> dict[str, object]:
-        """Prove the manager's invariants, and when idle that nothing leaked. Raises `InvariantError`."""
+        """Check the manager's invariants, and when idle for leaks. Raises `InvariantError`."""
         storage_is_idle = self.storage is None or self.storage.is_idle
         is_still = not self.manager.has_open_copies  # after a reset some wait for the next step
         if self.is_idle and storage_is_idle and self.peers.is_idle and is_still:
@@ -197,13 +195,13 @@ class EngineCore:
         }
 
     def requests(self, limit: int) -> list[RequestReport]:
-        """At most `limit` requests: the open ones by arrival, then the ended ones, the latest first."""
+        """Up to `limit` requests: open ones by arrival, then ended ones, latest first."""
         now = self._clock()
         opened = (each.report(each.state.value, now) for each in self._generations.values())
         return [*islice(opened, limit), *islice(self._ended, max(0, limit - len(self._generations)))]
 
     def step(self) -> None:
-        """Send the next batch, if there is none in flight and anything to do: swaps alone are enough."""
+        """Send the next batch, which may hold swaps alone, unless one is in flight."""
         self._fetch_ahead()
         if self._closed is None:
             self.peers.tick()
@@ -244,12 +242,12 @@ class EngineCore:
 
     @property
     def _others_hold_blocks(self) -> bool:
-        """A store or another server holds device blocks, which come back without a step of ours."""
+        """A store or another server holds device blocks, and returns them without a step of this engine."""
         is_stored = self.storage is not None and self.storage.holds_device_blocks
         return is_stored or self.scheduler.num_aside > 0
 
     def _fetch_ahead(self) -> None:
-        """What the next requests need from storage comes while others run."""
+        """Load stored blocks of the next requests while others run."""
         if self.storage is None or self._closed is not None:
             return
         for generation in self.scheduler.next_waiting(FETCHED_AHEAD):
@@ -286,10 +284,9 @@ class EngineCore:
         self._retry(retry)
 
     def _measure(self, plan: list[Scheduled], seconds: float) -> None:
-        """What the prompts of a step cost to compute; that of a decoding request is another matter.
+        """Measure what the prompts of a step cost to compute.
 
-        Where ranks wait for each other, no one knows how long a step stood still that loaded: one rank may wait for its
-        copies while another one computes, or waits for the first.
+        Steps of several ranks that load are left out: a rank may wait for its copies while another rank computes.
         """
         if not self._is_timed:
             return
@@ -298,26 +295,25 @@ class EngineCore:
         self.prefill_costs.computed(PrefillTime.of(chunks, seconds))
 
     def on_report(self, report: WorkerReport, rank: int = 0) -> None:
-        """Take the outcome of a rank's copies that ended between two steps."""
+        """Take a rank's report of copies that ended between two steps."""
         self._retry(self._take_transfers(rank, report))
 
     def on_storage(self, answer: Answer) -> None:
-        """Take what the store says."""
         assert self.storage is not None, "there is no storage"
         if self._closed is None:
             self.storage.answered(answer)
 
     def on_transfer_news(self, news: TransferNews, rank: int = 0) -> None:
-        """Take what ended between a rank of this server and others."""
+        """Take the leases and fetches that ended on a rank."""
         if self._closed is not None:
             return
         for end in self.peers.reported(news, rank):
             generation = self._generations.get(end.request_id)
-            if generation is not None:  # the decode server has no use for it any more
+            if generation is not None:  # the decode server no longer wants it
                 self._fail(generation, 503, f"its blocks cannot be read any more: {end.error}")
 
     def on_prefill_answer(self, request_id: str, answer: PrefillAnswer | str) -> None:
-        """Take what a prefill server answers: the first token, or why there is none."""
+        """Take the first token from a prefill server, or the error."""
         if self._closed is not None:
             return
         taken = self.peers.answered(request_id, answer)
@@ -330,14 +326,14 @@ class EngineCore:
             generation.sink(delta)
 
     def seconds_to_next_deadline(self) -> float | None:
-        """When to call `step` although nothing happens; None for never."""
+        """When to call `step` without an event; None: never."""
         if self._closed is not None:
             return None
         stored = None if self.storage is None else self.storage.seconds_to_next_deadline()
         return min((each for each in (stored, self.peers.seconds_to_deadline()) if each is not None), default=None)
 
     def _take_transfers(self, rank: int, report: WorkerReport) -> dict[str, str]:
-        """Reasons by id of the running requests that lost blocks to a failed copy."""
+        """Reasons by id for running requests that lost blocks to a failed copy."""
         self.counters.copies[rank] = report.copies or self.counters.copies[rank]
         affected: dict[str, str] = {}
         for result in self._answers.take_report(rank, report).transfers:
@@ -363,7 +359,7 @@ class EngineCore:
                 self.scheduler.preempt(generation)
 
     def _advance(self, item: Scheduled, tokens: list[int]) -> None:
-        """The scheduled tokens are computed: commit their blocks, take the sampled tokens, one if there is no draft."""
+        """Commit the blocks of the scheduled tokens, and take the sampled tokens: one without drafts."""
         generation = item.generation
         generation.num_computed += item.num_tokens
         generation.has_computed = True
@@ -377,7 +373,7 @@ class EngineCore:
             generation.sink(delta)
 
     def _take_tokens(self, generation: Generation, tokens: list[int]) -> list[Delta]:
-        """Up to the one that ends the request. The one before each further token was a draft, and is computed."""
+        """Take `tokens` up to the end of the request. Each token before the last was a draft, and is computed."""
         deltas: list[Delta] = []
         for token in tokens:
             if not generation.num_outputs:
@@ -402,8 +398,8 @@ class EngineCore:
         self._ended.appendleft(generation.report(outcome, self._clock()))
 
     def _end(self, generation: Generation, outcome: str, *, is_computed: bool = False) -> None:
-        """Give everything back, or let another server hold it. Safe while a batch is in flight: nothing is allocated
-        before its answer.
+        """Return the request's blocks, or leave them to another server. Safe while a batch is in flight, because
+        blocks are allocated after its answer.
         """
         del self._generations[generation.request_id]
         self._count(outcome, generation)
@@ -426,7 +422,7 @@ class EngineCore:
         self.recorder.ended(generation.ticket, hashes, num_prompt, generation.num_outputs, request.session)
 
     def _fail_unfit(self, head: Generation) -> None:
-        """Nothing runs and nothing is being copied: the request would wait without end, and the others behind it."""
+        """Fail a request that finds no room although nothing runs or is copied: it would wait forever."""
         logger.error("request %s cannot be admitted although nothing runs: %s", head.request_id, self.manager.stats())
         self._fail(
             head,

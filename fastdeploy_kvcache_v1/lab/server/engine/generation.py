@@ -1,4 +1,4 @@
-"""One generation request: what was asked, how far it is, and what its client is told."""
+"""A generation request: its parameters, its state, and the events for its client."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class GenerationRequest:
     min_tokens: int = 0
     """Stop tokens and stop strings are ignored before this many output tokens."""
     early_sampling: SamplingParams | None = None
-    """Instead of `sampling` for the first `min_tokens` tokens, where the model must not end."""
+    """Replaces `sampling` for the first `min_tokens` tokens, in which the model must not end."""
     images: tuple[PlacedImage, ...] = ()
     """In the order of their placeholders."""
     session: str | None = None
-    """What the client calls the session or user, for a recorded trace."""
+    """Name of the session or user in a recorded trace."""
     cache_salt: str = ""
     offered_to: tuple[PeerPort, ...] = ()
-    """On a prefill server: the workers of the decode server that reads the prompt's blocks, by rank."""
+    """On a prefill server: workers of the decode server that reads the prompt's blocks, by rank."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request. `cached_tokens` of the prompt were not computed again."""
+    """Token counts of a request. `cached_tokens` of the prompt were cache hits."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -52,7 +52,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Delta:
-    """New output. Text may lag behind the tokens: it waits for whole characters and possible stop strings."""
+    """New output. Text may lag behind tokens: it waits for whole characters and possible stop strings."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Failure:
-    """The request ended without an answer."""
+    """The end of a request without an answer."""
 
     status: int
     """HTTP status."""
@@ -79,7 +79,7 @@ class State(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FETCHING = "fetching"
-    """It holds slots that another server's blocks arrive in; nothing of it is computed meanwhile."""
+    """Blocks of another server arrive in its slots, and it is not computed."""
     OFFERED = "offered"
     """It is computed, and another server reads its blocks."""
     LEAVING = "leaving"
@@ -89,39 +89,39 @@ class State(enum.Enum):
 
 @dataclass(eq=False)
 class Generation:
-    """Mutable state of one request. Belongs to the engine thread."""
+    """Mutable state of a request. Engine thread only."""
 
     request: GenerationRequest
     hasher: BlockHasher
-    """Hashes of `tokens`, extended whenever they are."""
+    """Block hashes of `tokens`."""
     text: TextStream
     sink: Sink
     arrival: int = -1
-    """Position in the order of arrival; earlier requests are served first and preempted last."""
+    """Position in the order of arrival: earlier requests are served first and preempted last."""
     state: State = State.WAITING
     num_computed: int = 0
     """Leading tokens whose KV is in the request's blocks."""
     is_fetched_ahead: bool = False
-    """Its stored prefix was asked for."""
+    """Its stored prefix was looked up."""
     has_computed: bool = False
-    """It ran before: what it finds in the cache after a preemption is its own work too."""
+    """It ran before, so hits after a preemption include its own blocks."""
     cached_tokens: int | None = None
     """Prompt tokens that were never computed for this request; None before it was first admitted."""
     tokens_before_wait: int | None = None
-    """Cached tokens when it began to wait for a prefix that another request computes; None if it does not."""
+    """Cached tokens when it began to wait for a prefix of another request, or None."""
     copy_failures: int = 0
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens behind `tokens`."""
     prefill_url: str | None = None
-    """On a decode server: who computes its prompt. None once that has been asked, or is not to be."""
+    """On a decode server: the prefill server to ask. None once it was asked."""
     has_lost_offer: bool = False
-    """It was preempted, and its blocks are not what was offered."""
+    """It was preempted after its blocks were offered."""
     ticket: Ticket | None = None
     """Of the trace that is recorded."""
     submitted_at: float = field(default_factory=time.monotonic)
     times: RequestTimes = field(default_factory=RequestTimes)
     tokens: list[int] = field(init=False)
-    """Prompt and output so far; the KV of the last sampled token is not computed yet."""
+    """Prompt and output so far. The KV of the last sampled token is not computed yet."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -136,12 +136,12 @@ class Generation:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that must be computed before the next one can be sampled; at least 1."""
+        """Tokens to compute before the next one can be sampled, at least 1."""
         return len(self.tokens) - self.num_computed
 
     @property
     def max_computed(self) -> int:
-        """Tokens whose KV is ever computed, at most: not that of the last one."""
+        """Upper limit of tokens whose KV is computed: all but the last one."""
         return len(self.request.prompt_ids) + self.request.max_tokens - 1
 
     @property
@@ -157,7 +157,7 @@ class Generation:
 
     @property
     def usable_drafts(self) -> tuple[int, ...]:
-        """Those to compute with the next token: all are sampled alike, and tokens are left to be guessed."""
+        """Drafts to compute with the next token: sampled by the same rules, and within the output limit."""
         room = self.max_computed - self.num_tokens
         return () if self.num_outputs < self.request.min_tokens else self.drafts[: max(0, room)]
 
@@ -172,7 +172,7 @@ class Generation:
         return RequestReport(self.request_id, state, *counts, *waits, times.prefill_s, times.first_token_s, total_s)
 
     def append(self, token: int) -> Delta:
-        """Take over a sampled token and say what the client learns from it; `finish_reason` is set at the end."""
+        """Add a sampled token. Returns the delta for the client, with a `finish_reason` at the end."""
         self.drafts = ()
         self.tokens.append(token)
         self.hasher.extend([token])

@@ -1,4 +1,4 @@
-"""Requests that two servers share, as the engine core sees them: who holds their slots, and who computes next."""
+"""Requests that two servers share: which side holds their slots, and which computes next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PeerRequests"]
 
 
 class PeerRequests:
-    """Engine thread only. `remote` of a decode server, `offered` of a prefill server; a mixed one has neither."""
+    """Engine thread only. A decode server has `remote`, a prefill server `offered`, a mixed one neither."""
 
     def __init__(
         self,
@@ -34,26 +34,25 @@ class PeerRequests:
         if remote is not None:
             remote.on_resumed = self._resume
         self._computed: dict[str, Generation] = {}
-        """Answered, with a lease that is open."""
+        """Answered requests with an open lease."""
 
     @property
     def sides(self) -> list[tuple[str, OfferedPrefills | RemotePrefills]]:
-        """This server's, each with its name."""
+        """The sides of this server, by name."""
         both: tuple[tuple[str, OfferedPrefills | RemotePrefills | None], ...]
         both = (("prefill", self.offered), ("decode", self.remote))
         return [(name, side) for name, side in both if side is not None]
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is open with another server."""
         return not any(len(side) for _, side in self.sides)
 
     def knows(self, request_id: str) -> bool:
-        """Whether something is still open under this name."""
+        """True while the request is open with another server."""
         return self.offered is not None and request_id in self.offered
 
     def admitted(self, plan: Sequence[Scheduled]) -> None:
-        """After every `Scheduler.schedule`."""
+        """Call after each `Scheduler.schedule`."""
         for generation in self._scheduler.newly_fetching:
             assert self.remote is not None, "no server computes prompts for this one"
             self.remote.begin(generation, self._manager.block_table(generation.request_id))
@@ -64,11 +63,10 @@ class PeerRequests:
                 self.offered.open(generation, item.block_table)
 
     def take_commands(self) -> list[TransferCommand]:
-        """For the worker, with the next batch."""
+        """Commands for the next batch."""
         return [command for _, side in self.sides for command in side.take_commands()]
 
     def tick(self) -> None:
-        """Act on deadlines."""
         if self.remote is not None:
             self.remote.tick()
 
@@ -76,12 +74,12 @@ class PeerRequests:
         return None if self.remote is None else self.remote.seconds_to_deadline()
 
     def lost_offers(self) -> list[Generation]:
-        """Waiting requests whose blocks were taken away after they were offered: nobody can use them any more."""
+        """Waiting requests that were preempted after their blocks were offered, which no server can use now."""
         lost, self._scheduler.lost_offers = self._scheduler.lost_offers, []
         return [each for each in lost if each.state is State.WAITING]
 
     def keep(self, generation: Generation) -> bool:
-        """The request is computed. True: its blocks stay where they are until the lease has ended."""
+        """Note that the request is computed. True: its blocks stay until the lease ends."""
         if not self.knows(generation.request_id):
             return False
         self._scheduler.set_aside(generation)
@@ -89,7 +87,7 @@ class PeerRequests:
         return True
 
     def leave(self, generation: Generation) -> bool:
-        """The request has ended for its client. True: its slots are given back later, not now."""
+        """Note the end for the client. True: its slots are returned later."""
         if generation.state is State.FETCHING:
             assert self.remote is not None, "a request that fetches has another server"
             generation.state = State.LEAVING
@@ -100,16 +98,16 @@ class PeerRequests:
         return False
 
     def lose(self, generation: Generation) -> None:
-        """A fetching request has lost what it matched: it starts again when nothing arrives in its slots any more."""
+        """Restart a fetching request that lost its matched blocks, once no byte can arrive in its slots."""
         assert self.remote is not None, "a request that fetches has another server"
         self.remote.lose(generation.request_id)
 
     def answered(self, request_id: str, answer: PrefillAnswer | str) -> PrefillAnswer | None:
-        """A prefill server's answer. Returns one whose token is wanted."""
+        """Take a prefill server's answer. Returns the request if its token is wanted."""
         return None if self.remote is None else self.remote.answered(request_id, answer)
 
     def reported(self, news: TransferNews, rank: int = 0) -> list[LeaseEnd]:
-        """News of a worker rank. Returns the leases that are over before their request was computed."""
+        """Take a rank's news. Returns leases that ended before their request was computed."""
         early = []
         for end in news.leases:
             assert self.offered is not None, "this server offers no blocks"
@@ -125,7 +123,7 @@ class PeerRequests:
         return early
 
     def _resume(self, generation: Generation, num_computed: int, is_lost: bool) -> None:
-        """Let a request run, or leave, in whose slots nothing arrives any more."""
+        """Run the request, or end it, once no byte can arrive in its slots."""
         if generation.state is State.LEAVING:
             self._scheduler.finish(generation)
             return
@@ -140,6 +138,5 @@ class PeerRequests:
             generation.cached_tokens = num_computed
 
     def check_idle(self) -> None:
-        """Raises `InvariantError` unless nothing is open with another server."""
         for _, side in self.sides:
             side.check_idle()

@@ -1,7 +1,7 @@
-"""RankAnswers: what the tensor-parallel ranks answer, as the answer of one worker.
+"""Answers of the tensor-parallel ranks, combined into the answer of one worker.
 
-A copy has succeeded when it has on every rank that makes it, and failed when it has on one. A step is done when every
-rank has done it. Ranks answer each in its own time: reports come in any order between ranks, in order from each.
+A copy succeeds when it has on each rank that makes it, and fails when it has on one. A step is done when each rank has
+done it. Reports of different ranks come in any order, those of one rank in order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ CopyId = tuple[int, CopyKind]
 
 @dataclass
 class _OpenCopy:
-    """A copy that some ranks have reported."""
-
     ranks: set[int] = field(default_factory=set)
     slowest: CopyResult | None = None
     has_failed: bool = False
-    """And that was told."""
+    """The failure was reported."""
 
 
 class RankAnswers:
@@ -39,18 +37,18 @@ class RankAnswers:
         self._ended_through = [-1] * num_ranks
 
     def take_report(self, rank: int, report: WorkerReport) -> WorkerReport:
-        """What became certain with this report: copies that ended on all ranks, and those that failed on a first one.
+        """The copies that this report completes on all ranks, and those that fail for the first time.
 
-        A failure is told at once, and once: the copy may still run on other ranks, whose hazard tables know it.
+        A failure is returned once and at once. The copy may still run on other ranks, whose hazard tables hold it.
         """
         self._ended_through[rank] = max(self._ended_through[rank], report.ended_through)
         decided = [decided for each in report.transfers if (decided := self._take(rank, each)) is not None]
         return replace(report, transfers=tuple(decided), ended_through=min(self._ended_through))
 
     def take_step(self, rank: int, result: StepResult) -> StepResult | None:
-        """The step's result once every rank has given its own, with the longest wait for copies in its report.
+        """The step's result once each rank has answered, with the longest wait for copies.
 
-        What one rank cannot give counts for none. Raises `RanksDisagreeError` where ranks computed other tokens.
+        A task that fails on one rank fails on all. Raises `RanksDisagreeError` for different tokens.
         """
         self._results[rank].append(result)
         if not all(self._results):

@@ -1,9 +1,8 @@
 """The decode side: requests whose prompt a prefill server computes, from their slots to their first token.
 
-Such a request is admitted with slots for its whole prompt, and holds them while nothing of it is computed here. Two
-things come from outside, in any order: its blocks (a fetch of the worker) and its first token (an answer over HTTP).
-When it cannot get both, it is computed here in the same slots, behind the prefix that was found here. Its slots change
-hands only when the fetch is over on the worker: then no byte can arrive any more.
+Such a request holds slots for its whole prompt. Its blocks (a fetch of the worker) and its first token (an HTTP answer)
+arrive in any order. If one of them fails, the prompt is computed here in the same slots, behind the prefix found here.
+Slots change hands only after the fetch has ended on the worker, because no byte can arrive then.
 """
 
 from __future__ import annotations
@@ -29,20 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["PrefillCounters", "RemotePrefills"]
 
 LAST_RESORT = 5
-"""Times `wait_s`: a fetch that brings news all the time may take so long. The worker gives up earlier one without news.
-"""
+"""Times `wait_s`: limit of a fetch that makes progress. The worker ends one without progress earlier."""
 
 
 OnResumed = Callable[[Generation, int, bool], None]
-"""Nothing arrives in the slots of this request any more. The KV of so many leading tokens is in them; or what it
-matched here is lost, and they are of no use.
+"""Called when no byte can arrive in a request's slots. The number counts leading tokens whose KV is there. True: its
+matched blocks were lost, and the slots are useless.
 """
 
 
 @source("decode role")
 @dataclass
 class PrefillCounters:
-    """Since the start. The engine thread writes; any thread may read single fields."""
+    """Totals since the start. Written by the engine thread; any thread may read single fields."""
 
     prompts_recomputed: int = counter("Requests whose prompt the decode server computed after all")
     recomputed_prompt_tokens: int = counter("Tokens of these prompts that were not found here")
@@ -55,10 +53,10 @@ class PrefillCounters:
 class _Prefill:
     generation: Generation
     num_matched: int
-    """Leading tokens that were found here."""
+    """Leading tokens that hit here."""
     answer: PrefillAnswer | None = None
     error: str | None = None
-    """Why there will be no answer."""
+    """Why no answer will come."""
     end: FetchEnd | None = None
     answer_deadline: float = float("inf")
     is_lost: bool = False
@@ -68,7 +66,7 @@ class RemotePrefills:
     """Engine thread only."""
 
     on_resumed: OnResumed
-    """Told of each request once, when it goes on or has left."""
+    """Called once per request, when it goes on or has left."""
 
     def __init__(
         self,
@@ -80,8 +78,8 @@ class RemotePrefills:
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`addresses`: where this server's workers listen, by rank, all on one host. Prompts with less than a block to
-        fetch are declined.
+        """`addresses` of this server's workers, by rank, all on one host. Prompts without a full block to fetch are
+        declined.
         """
         self._asker = asker
         self._addresses = addresses
@@ -95,11 +93,11 @@ class RemotePrefills:
         self.counters = PrefillCounters()
 
     def __len__(self) -> int:
-        """Requests that hold slots for blocks from outside. Any thread may read it."""
+        """Requests that hold slots for blocks from outside. Thread-safe."""
         return len(self._open)
 
     def wants(self, generation: Generation, num_matched: int) -> bool:
-        """Whether the request is to be admitted for a prefill server, with this many tokens found here."""
+        """True: admit the request for a prefill server, with `num_matched` tokens found here."""
         if generation.prefill_url is None:
             return False
         is_worth_it = generation.num_tokens - num_matched > self._block_size and not generation.request.images
@@ -109,10 +107,10 @@ class RemotePrefills:
         return is_worth_it
 
     def begin(self, generation: Generation, block_table: list[DeviceSlot]) -> None:
-        """It is admitted: `block_table` holds the whole prompt, the first `num_computed` tokens of it valid."""
+        """Fetch for an admitted request: `block_table` covers its prompt, of which `num_computed` tokens are valid."""
         url, name = generation.prefill_url, generation.request_id
         assert url is not None, f"request {name} has no prefill server"
-        generation.prefill_url = None  # it is asked once
+        generation.prefill_url = None  # one server is asked, once
         first = generation.num_computed // self._block_size
         self.ledger.grant(name, LAST_RESORT * self._settings.wait_s)
         self.ledger.start(name)
@@ -121,7 +119,7 @@ class RemotePrefills:
         self._asker.ask(url, self._job(generation))
 
     def answered(self, request_id: str, answer: PrefillAnswer | str) -> PrefillAnswer | None:
-        """The prefill server's answer, or why there is none. Returns a first token that is wanted."""
+        """Take the prefill server's answer or error. Returns the first token if it is wanted."""
         known = self._open.get(request_id)
         if known is None or known.answer is not None or known.error is not None:
             return None  # it came too late
@@ -136,21 +134,19 @@ class RemotePrefills:
         return known.answer
 
     def reported(self, result: FetchResult, rank: int = 0) -> None:
-        """A worker rank's report of a fetch."""
         self._ended(self.ledger.report(result, rank))
 
     def leave(self, request_id: str) -> None:
-        """The request has ended for its client. Its slots follow when no byte can arrive in them any more."""
+        """Note the end for the client. Its slots are returned once no byte can arrive in them."""
         self._give_up(request_id, "the request has ended")
 
     def lose(self, request_id: str) -> None:
-        """What it matched is lost. It resumes as one that was preempted."""
+        """Note that its matched blocks are lost. It resumes as after a preemption."""
         if request_id in self._open:
             self._open[request_id].is_lost = True
         self._give_up(request_id, "the prefix it stands on was lost")
 
     def tick(self) -> None:
-        """Act on deadlines."""
         for end in self.ledger.give_up_overdue():
             self._ended(end)
         now = self._clock()
@@ -161,20 +157,19 @@ class RemotePrefills:
                 self._settle(name)
 
     def seconds_to_deadline(self) -> float | None:
-        """When to `tick`; None for never."""
+        """When to `tick`; None: never."""
         waits = [each.answer_deadline for each in self._open.values() if each.answer_deadline != float("inf")]
         until_answer = max(0.0, min(waits) - self._clock()) if waits else None
         known = [each for each in (self.ledger.seconds_to_deadline(), until_answer) if each is not None]
         return min(known) if known else None
 
     def take_commands(self) -> list[TransferCommand]:
-        """For the next batch."""
+        """Commands for the next batch."""
         cancels = [CancelFetch(name, reason) for name, reason in self.ledger.take_cancels().items()]
         commands, self._commands = [*self._commands, *cancels], []
         return commands
 
     def check_idle(self) -> None:
-        """Raises `InvariantError` unless every fetch is over."""
         self.ledger.check_idle()
         if self._open:
             raise CacheStateError(f"requests never resumed: {', '.join(list(self._open)[:8])}")
@@ -213,7 +208,7 @@ class RemotePrefills:
         self._settle(end.request_id)
 
     def _settle(self, request_id: str) -> None:
-        """Let the request go on once nothing more can come, or nothing more is needed."""
+        """Let the request go on once its blocks and token are there, or cannot come."""
         known = self._open.get(request_id)
         if known is None or known.end is None:
             return
@@ -225,7 +220,7 @@ class RemotePrefills:
         num_prompt = len(generation.request.prompt_ids)
         num_computed = known.num_matched
         if known.end.outcome is FetchOutcome.ARRIVED:
-            # Without the first token the last one of the prompt is computed again: its logits are wanted.
+            # Without a first token, the last prompt token is recomputed for its logits.
             num_computed = num_prompt if known.answer is not None else num_prompt - 1
         elif generation.state is State.FETCHING:
             self.counters.prompts_recomputed += 1

@@ -16,30 +16,30 @@ class RequestTimes:
     queue_s: float | None = None
     """From its arrival to its first step, without `storage_s`; None while it waits."""
     storage_s: float = 0.0
-    """Of the wait for its first step: until its stored blocks had arrived, or the wait for them was given up."""
+    """Part of the wait for its first step: until its stored blocks arrived or were given up."""
     copies_s: float = 0.0
-    """Its steps stood still for copies between host and device."""
+    """Its steps waited for copies between host and device."""
     prefill_s: float = 0.0
-    """Its steps computed, in one batch with other requests."""
+    """Its steps computed, in batches with other requests."""
     first_token_s: float | None = None
     """From its arrival; None before the first token."""
     held_since: float | None = None
-    """When the wait for stored blocks began, on the clock of the engine."""
+    """Start of the wait for stored blocks, on the engine's clock."""
 
     def held(self, now: float, *, by_storage: bool) -> None:
-        """A waiting request was looked at."""
+        """Note whether a waiting request waits for stored blocks."""
         if by_storage and self.held_since is None:
             self.held_since = now
         elif not by_storage and self.held_since is not None and not self.storage_s:
             self.storage_s = now - self.held_since
 
     def started(self, waited_s: float) -> None:
-        """A step computes it that was sent `waited_s` after its arrival."""
+        """Note its first step, sent `waited_s` after its arrival."""
         if self.queue_s is None:
             self.queue_s = waited_s - self.storage_s
 
     def computed(self, seconds: float, copies_s: float) -> None:
-        """A step of it has ended."""
+        """Note the end of one of its steps."""
         if self.first_token_s is None:
             self.copies_s += copies_s
             self.prefill_s += seconds - copies_s

@@ -1,4 +1,4 @@
-"""Which requests run in the next step, and with how many tokens. Pure decisions over a `CacheManager`."""
+"""Which requests run in the next step, and with how many tokens. Decides over a `CacheManager`."""
 
 from __future__ import annotations
 
@@ -24,33 +24,30 @@ class Scheduled(NamedTuple):
     """Tokens `[num_computed, num_computed + num_tokens)` are computed."""
     block_table: list[DeviceSlot]
     drafts: tuple[int, ...] = ()
-    """Guesses that are computed behind them."""
+    """Guesses, computed behind those tokens."""
 
     @property
     def reaches_end(self) -> bool:
-        """The step computes the request's last token, so its successor can be sampled."""
+        """The step computes the request's last token, so the next one can be sampled."""
         return self.generation.num_pending == self.num_tokens
 
 
 class Scheduler:
     """Continuous batching, first come first served, with chunked prefill and preemption. Engine thread only.
 
-    A step has a token budget. Decoding requests (one pending token) draw from it first so that a long prompt never
-    stalls them, then running prefills, then new requests. When the device tier is full the latest arrival is
-    preempted: its committed blocks stay cached and it resumes from them, outputs kept. So the earliest request always
-    advances, and every request ends. A request that expects blocks from storage lets others pass meanwhile.
+    A step has a token budget. Decoding requests (one pending token) take from it first, so that a long prompt does not
+    stall them. Running prefills follow, then new requests. On a full device tier the latest arrival is preempted: its
+    committed blocks stay cached, it keeps its output and resumes from them. So the earliest request always advances.
 
-    A request is admitted when the device tier has room for all its tokens and some growth, beside what the running
-    requests still lack of theirs: prompts are computed in chunks, and two that do not fit together would only take
-    turns in throwing each other out. So a preempted request does not take back what it was preempted for. One that
-    fits the tier at all has its room at the latest when nothing else runs.
+    A request is admitted when the device tier has room for all its tokens and some growth, beside the missing blocks of
+    running requests. Otherwise two prompts that do not fit together would preempt each other by turns.
 
-    A request waits a step for blocks that the step computes for another one. It keeps its place: others pass it only
-    where seats, room and budget suffice for both, and only with all their tokens, or they would be ahead of it.
+    A request waits a step for blocks that the step computes for another one, and keeps its place. Others pass it only
+    with all their tokens, and only if seats, room and budget suffice for both. A request that expects blocks from
+    storage lets others pass.
 
-    A request whose prompt another server computes is admitted with slots for all of it and set aside (`fetching`) until
-    they are filled, or are not; one whose blocks another server reads is set aside when it is computed. Neither is
-    preempted: both end by themselves, so whoever lacks their blocks gets them later.
+    A request whose prompt another server computes holds slots for all of it, set aside (`fetching`) until they are
+    filled or given up. A computed request whose blocks another server reads is set aside too. Neither is preempted.
     """
 
     def __init__(
@@ -62,8 +59,8 @@ class Scheduler:
         may_start: Callable[[Generation], bool],
         is_remote: Callable[[Generation, int], bool],
     ) -> None:
-        """`may_start`: False for a waiting request that still expects blocks from storage. `is_remote`: another server
-        computes the prompt of a request that finds `num_matched` tokens here.
+        """`may_start`: False while a request expects blocks from storage. `is_remote`: another server computes the
+        prompt of a request with `num_matched` tokens here.
         """
         self._manager = manager
         self._block_size = block_size = manager.config.block_size
@@ -72,22 +69,22 @@ class Scheduler:
         self._may_start = may_start
         self._is_remote = is_remote
         self._aside: dict[str, Generation] = {}
-        """Those that hold slots and are not computed: fetching, offered, leaving."""
+        """Requests with slots that are not computed: fetching, offered, leaving."""
         self.newly_fetching: list[Generation] = []
-        """Admitted by the last `schedule`, to be filled by another server."""
+        """Admitted by the last `schedule`, for another server to fill."""
         self.lost_offers: list[Generation] = []
-        """Preempted after their blocks were offered. They wait, and never start again: whoever ends them empties it."""
+        """Preempted after their blocks were offered. They never start again; their end empties the list."""
         self._running: list[Generation] = []
-        """In order of arrival, as is `_waiting`."""
+        """In order of arrival, like `_waiting`."""
         self._waiting: list[Generation] = []
         self._num_arrivals = 0
         self._plan: dict[str, Scheduled] = {}
         self._budget = 0
         self._prefills = OpenPrefills(block_size, manager.config.shared_prefill_tokens)
         self._following: dict[int, int] = {}
-        """Requests that wait for blocks of this step, by arrival: blocks that they will want besides."""
+        """Requests that wait for blocks of this step, by arrival: the further blocks that they need."""
         self.refused: Generation | None = None
-        """Whom the last `schedule` could not admit, though it was this request's turn."""
+        """The request at its turn that the last `schedule` could not admit."""
 
     @property
     def running(self) -> tuple[Generation, ...]:
@@ -98,12 +95,12 @@ class Scheduler:
         return tuple(self._waiting)
 
     def next_waiting(self, count: int) -> list[Generation]:
-        """The first ones in the line, whether they can start or not."""
+        """The first requests in the queue, whether they can start or not."""
         return self._waiting[:count]
 
     @property
     def head(self) -> Generation | None:
-        """Who is admitted next. O(requests before it that expect blocks from storage, or from others)."""
+        """The next request to admit. O(requests before it that expect blocks)."""
         candidates = (each for each in self._waiting if each.arrival not in self._following)
         return next((each for each in candidates if self._may_start(each) and not each.has_lost_offer), None)
 
@@ -121,7 +118,7 @@ class Scheduler:
 
     @property
     def num_aside(self) -> int:
-        """Requests that hold slots and are not computed. Any thread may read it."""
+        """Requests with slots that are not computed. Any thread may read it."""
         return len(self._aside)
 
     @property
@@ -134,7 +131,7 @@ class Scheduler:
         self._waiting.append(generation)
 
     def schedule(self) -> list[Scheduled]:
-        """Plan one step. The caller drains the manager's swap step right after."""
+        """Plan a step. The caller takes the manager's swap step right after."""
         self._plan = {}
         self.newly_fetching = []
         self._budget = self._max_num_batched_tokens
@@ -144,7 +141,7 @@ class Scheduler:
         return list(self._plan.values())
 
     def preempt(self, generation: Generation) -> None:
-        """Give up a running request's blocks; it waits in its order of arrival and keeps its outputs."""
+        """Release a running request's blocks. It waits in its order of arrival and keeps its output."""
         assert generation.state is State.RUNNING, f"preempted request {generation.request_id} was not running"
         self._manager.preempt(generation.request_id)
         self._running.remove(generation)
@@ -159,7 +156,7 @@ class Scheduler:
         insort(self._waiting, generation, key=BY_ARRIVAL)
 
     def finish(self, generation: Generation) -> None:
-        """Forget a request, whatever state it is in; its committed blocks stay cached."""
+        """Forget a request in any state. Its committed blocks stay cached."""
         if generation.state is State.RUNNING:
             self._manager.finish(generation.request_id)
             self._running.remove(generation)
@@ -170,13 +167,13 @@ class Scheduler:
         generation.state = State.FINISHED
 
     def set_aside(self, generation: Generation) -> None:
-        """A running request is computed, and keeps its blocks until `finish`: another server reads them."""
+        """Let a computed request keep its blocks until `finish`, while another server reads them."""
         self._running.remove(generation)
         self._aside[generation.request_id] = generation
         generation.state = State.OFFERED
 
     def resume(self, generation: Generation, num_computed: int) -> None:
-        """A fetching request runs: its first `num_computed` tokens are in its slots, and no byte arrives any more."""
+        """Run a fetching request whose slots hold `num_computed` tokens. No byte can arrive in them."""
         assert generation.state is State.FETCHING, f"request {generation.request_id} was not fetching"
         del self._aside[generation.request_id]
         generation.state = State.RUNNING
@@ -184,14 +181,14 @@ class Scheduler:
         insort(self._running, generation, key=BY_ARRIVAL)
 
     def _continue(self, generation: Generation) -> None:
-        """Schedule a running request, preempting later ones (at last itself) until its tokens have room."""
+        """Schedule a running request. Preempt later ones, in the end itself, until its tokens have room."""
         while generation.state is State.RUNNING and self._budget:
             num_tokens = min(generation.num_pending, self._budget)
             reaches_end = num_tokens == generation.num_pending
             drafts = generation.usable_drafts[: self._budget - num_tokens] if reaches_end else ()
             end = generation.num_computed + num_tokens
             outcome = self._manager.allocate(generation.request_id, end + len(drafts))
-            if isinstance(outcome, NoSpace) and drafts:  # a guess pushes nobody out
+            if isinstance(outcome, NoSpace) and drafts:  # a guess preempts no request
                 drafts = ()
                 outcome = self._manager.allocate(generation.request_id, end)
             if not isinstance(outcome, NoSpace):
@@ -210,8 +207,8 @@ class Scheduler:
         self.refused = generation
 
     def _take_turn(self, generation: Generation, num_owed: int) -> bool:
-        """Start a waiting request from what is cached, leaving room for the `num_owed` blocks of those before it, or
-        let it wait for blocks that this step computes for another one. False, without a trace, if it can do neither.
+        """Start a waiting request from its cached blocks and leave room for the `num_owed` blocks of earlier requests,
+        or let it wait for blocks of this step. False, without a change, if it can do neither.
         """
         if self._num_seats_taken >= self._max_num_seqs or not self._budget:
             return False
@@ -249,7 +246,7 @@ class Scheduler:
             return False
         insort(self._running, generation, key=BY_ARRIVAL)
         generation.state = State.RUNNING
-        # What was found the first time may be lost since, and is computed after all.
+        # Blocks that it found the first time may be evicted since.
         if generation.tokens_before_wait is not None:
             self._manager.count_shared_prefill(max(0, match.num_tokens - generation.tokens_before_wait))
             generation.tokens_before_wait = None
@@ -259,7 +256,7 @@ class Scheduler:
         return True
 
     def _admit_remote(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
-        """With slots for the whole prompt; another server fills those behind `match`."""
+        """Admit with slots for the whole prompt; another server fills those behind `match`."""
         if not self._take_slots(generation, match, generation.num_tokens, num_owed):
             return False
         self._aside[generation.request_id] = generation
@@ -269,7 +266,7 @@ class Scheduler:
         return True
 
     def _take_slots(self, generation: Generation, match: MatchResult, num_tokens: int, num_owed: int) -> bool:
-        """It leaves the line with slots for `num_tokens`, those of `match` included; if there is room."""
+        """Take a request from the queue with slots for `num_tokens`, including `match`, if there is room."""
         if not self._has_room(generation, match, num_owed):
             return False
         outcome = self._manager.allocate(generation.request_id, num_tokens)
@@ -286,26 +283,26 @@ class Scheduler:
         return len(self._running) + len(self._following) + num_fetching
 
     def _announce(self, planned: Scheduled) -> None:
-        """Others need not compute what this step computes. A decoding request computes no block worth waiting for."""
+        """Let later requests wait for the blocks of this step. Decoding requests compute no block worth it."""
         if planned.num_tokens > 1:
             generation = planned.generation
             end = generation.num_computed + planned.num_tokens
             self._prefills.compute(generation.request_id, self._manager.uncommitted(generation.request_id, end))
 
     def _has_room(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
-        """`match` is pinned: its blocks on the device are not among the available ones."""
+        """`match` is pinned, so its device blocks are not available."""
         return self._manager.num_available_device_blocks >= self._num_needed_blocks(generation, match) + num_owed
 
     def _num_needed_blocks(self, generation: Generation, match: MatchResult) -> int:
-        """Device blocks that it wants beside those of `match`."""
+        """Device blocks that it needs beside those of `match`."""
         return self._num_wanted_blocks(generation) - (match.num_blocks - match.num_host_blocks)
 
     def _num_wanted_blocks(self, generation: Generation) -> int:
-        """For all its tokens, and one block to grow into if it may grow that far."""
+        """Blocks for all its tokens, and one to grow into if it may."""
         return self._num_blocks(min(generation.num_tokens + self._block_size, generation.max_computed))
 
     def _num_owed_blocks(self, generation: Generation) -> int:
-        """Wanted by a request that has its turn, and not in its block table yet."""
+        """Blocks that a request at its turn needs and does not have."""
         if generation.arrival in self._following:
             return self._following[generation.arrival]
         if generation.state in (State.OFFERED, State.LEAVING):

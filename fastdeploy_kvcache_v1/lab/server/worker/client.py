@@ -1,4 +1,4 @@
-"""The engine's end of the worker processes, one per tensor-parallel rank: starts them, talks to them, cleans up."""
+"""The engine's end of the worker processes, one per tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -35,14 +35,11 @@ MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/storage-commands12")
 
 
 class StartInterruptedError(Exception):
-    """The server was told to stop while its workers started; nothing is left of them."""
+    """The server was stopped while its workers started. They have ended."""
 
 
 class ProcessWorkerClient:
-    """The engine's end of spawned worker processes.
-
-    Construct and `close` on the main thread: the workers die with the thread that started them.
-    """
+    """Construct and `close` on the main thread: the workers die with the thread that started them."""
 
     def __init__(
         self,
@@ -51,25 +48,23 @@ class ProcessWorkerClient:
         namespace: Namespace | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Starts all ranks and returns when they can take batches. `namespace` of their blocks, where a store or
-        another server has some.
+        """Start all ranks, and return when they can take batches. `namespace` of their blocks, with a store or a role.
 
-        Raises `ConfigError`, `ModelError` or `StorageError` when one refuses its settings, model or store,
-        `WorkerDiedError` when it ends for another reason, `StartInterruptedError` soon after `stop_requested` became
-        true.
+        Raises `ConfigError`, `ModelError` or `StorageError` when a rank refuses its settings, model or store,
+        `WorkerDiedError` when it ends for another reason, `StartInterruptedError` after `stop_requested`.
         """
         self._stop_requested = stop_requested
         self._ranks: list[RankProcess] = []
         self._is_dead = threading.Lock()
-        """Held once the end of one rank was told: what becomes of the others follows from it."""
+        """Held once the end of one rank was reported. The other ranks end because of it."""
         self._directory: Path | None = None
-        """Where storage agents meet the engine, until every rank is ready."""
+        """Directory of the storage agents' sockets, until each rank is ready."""
         self.storage: StorageLink | None = None
-        """To the workers' storage agents, if there is storage."""
+        """Link to the workers' storage agents, with storage."""
         self.copies: list[RankCopies] = []
-        """What each rank had counted when it was ready."""
+        """Totals of each rank when it was ready."""
         self.rank_infos: list[RankInfo] = []
-        """Where other servers reach each rank, with a role."""
+        """Addresses of each rank for other servers, with a role."""
         try:
             addresses = [("", "")] * config.tensor_parallel_size
             if config.storage is not None:
@@ -94,26 +89,22 @@ class ProcessWorkerClient:
 
     @property
     def pids(self) -> list[int]:
-        """By rank."""
         return [rank.pid for rank in self._ranks]
 
     def listen(self, on_message: Callable[[int, Answer], None], on_death: Callable[[str], None]) -> None:
-        """Deliver answers, each with its rank, and at most once the reason of an unexpected death, from threads of the
-        client.
-        """
+        """Deliver answers with their ranks, and up to one reason of an unexpected death, on threads of the client."""
         for number, rank in enumerate(self._ranks):
             rank.listen(partial(on_message, number), partial(self._tell_death, on_death))
 
     def send(self, batch: BatchRequest) -> None:
-        """Hand over a batch to every rank without blocking. A dead worker is no error here: `on_death` tells."""
+        """Send a batch to each rank without blocking. `on_death` reports a dead worker."""
         for rank in self._ranks:
             rank.send(batch)
 
     def close(self, deadline: float | None = None) -> None:
-        """Stop the workers and free everything. No callback runs afterwards. Idempotent.
+        """Stop the workers, which drop their batch, and free everything. No callback runs afterwards. Idempotent.
 
-        Workers drop the batch that they compute; at `deadline`, of `time.monotonic`, they are killed. Without one
-        they have `STOP_TIMEOUT_S`.
+        Workers are killed at `deadline` (`time.monotonic`), by default after `STOP_TIMEOUT_S`.
         """
         for rank in self._ranks:
             rank.request_stop()
@@ -132,10 +123,10 @@ class ProcessWorkerClient:
             if ready.transfer is not None:
                 self.rank_infos.append(ready.transfer)
             self.copies.append(ready.copies)
-        self._remove_directory()  # its names have served: from here on not even a SIGKILL leaves files behind
+        self._remove_directory()  # not needed any more, and a SIGKILL would leave it behind
 
     def _require_start(self) -> None:
-        """The ranks wait for each other: one that ends would keep the others from starting."""
+        """Raise for a rank that ended: the others would wait for it."""
         if self._stop_requested():
             raise StartInterruptedError("stopped while the worker started")
         for rank in self._ranks:
@@ -159,7 +150,7 @@ def _bind_storage(settings: StorageSettings, addresses: list[tuple[str, str]]) -
 
 
 def _private_directory() -> Path:
-    """A new directory with mode 0700 whose path is short enough for unix sockets. Raises `ConfigError`."""
+    """Make a directory with mode 0700 and a path short enough for unix sockets. Raises `ConfigError`."""
     try:
         parent = tempfile.gettempdir()
         if len(os.fsencode(parent)) > MAX_PARENT_PATH:

@@ -1,8 +1,8 @@
-"""What crosses between the engine process and a worker process, over one pipe. Plain picklable data.
+"""Messages between the engine process and a worker process, over one pipe. Plain picklable data.
 
-Engine to worker: a `WorkerLaunch`, then one `BatchRequest` per step, or `None` to stop. Worker to engine: `WorkerReady`
-or the `KVCacheError` why it does not start, then one `StepResult` per batch, `WorkerReport`s for copies that end
-between two steps, and with a role `TransferNews` of leases and fetches that ended.
+Engine to worker: a `WorkerLaunch`, then a `BatchRequest` per step, or `None` to stop. Worker to engine: `WorkerReady`,
+or the `KVCacheError` that prevents a start. Then a `StepResult` per batch, a `WorkerReport` for copies that end between
+steps, and with a role `TransferNews` of leases and fetches that ended.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..settings import ServerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLaunch:
-    """What a worker process is told when it starts."""
+    """Settings of a worker process."""
 
     config: ServerConfig
     namespace: Namespace | None = None
-    """Of its blocks, where a store or another server has some."""
+    """Namespace of its blocks, with a store or a role."""
     rank: int = 0
     storage_addresses: tuple[str, str] = ("", "")
-    """Of its storage agent's commands and answers, with storage."""
+    """For its storage agent's commands and answers, with storage."""
     parent_pid: int = 0
 
 
@@ -33,6 +33,6 @@ class WorkerReady:
     """The model is loaded and both tiers are allocated."""
 
     copies: RankCopies
-    """What it has counted."""
+    """Totals so far."""
     transfer: RankInfo | None = None
-    """Where other servers reach it, with a role."""
+    """Its address for other servers, with a role."""

@@ -1,4 +1,4 @@
-"""How the blocks of a worker process reach the outside: its storage agent, and its transfer desks."""
+"""A worker process's ways to the outside: its storage agent and its transfer desks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["digest_of", "give_memory", "host_trailer_bytes", "make_agent", "make
 
 
 def make_agent(settings: StorageSettings | None, addresses: tuple[str, str], rank: int) -> LaneAgent | None:
-    """`addresses` are those of its commands and of its answers; `rank` is its worker's."""
+    """`addresses` for its commands and its answers; `rank` of its worker."""
     if settings is None:
         return None
     if settings.uses_device_tier:
@@ -37,12 +37,12 @@ def make_agent(settings: StorageSettings | None, addresses: tuple[str, str], ran
 
 
 def host_trailer_bytes(settings: StorageSettings | None) -> int:
-    """Behind each host slot, for the checksum of a block that is stored from there."""
+    """Bytes behind each host slot for the checksum of a stored block."""
     return 0 if settings is None or settings.uses_device_tier else TRAILER_BYTES
 
 
 def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namespace | None) -> None:
-    """The tiers have memory. Raises `ConfigError` or `StorageError` when the store cannot be used."""
+    """Register the memory of the tiers. Raises `ConfigError` or `StorageError` for an unusable store."""
     if isinstance(agent, AttentionStoreAgent):
         assert namespace is not None, "where there is storage there is a namespace"
         agent.use(
@@ -61,7 +61,7 @@ def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namesp
 
 
 def digest_of(namespace: Namespace) -> str:
-    """Of what decides the bytes of a block; the same on both sides of a transfer."""
+    """Digest of all that decides a block's bytes. Both sides of a transfer must have the same."""
     return hashlib.sha256(f"{namespace.model} {namespace.implementation}".encode()).hexdigest()[:32]
 
 
@@ -75,8 +75,8 @@ def make_transfers(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> RankTransfers:
-    """Of one rank. `model`: see `digest_of`. `num_kv_heads` are shared by the ranks; None for a latent cache, which is
-    whole on each. Raises `ConfigError` when it cannot listen, or the plane does not work here.
+    """Transfers of one rank. `model`: see `digest_of`. `num_kv_heads` of all ranks; None for a latent cache, whole on
+    each. Raises `ConfigError` when it cannot listen, or the plane does not work here.
     """
     regions = [rows for layer in controller.transfers.device_rows for rows in layer]
     address = role.address_of(rank)
@@ -112,6 +112,6 @@ def _make_plane(role: RoleSettings, address: PeerPort) -> DataPlane:
         from ....transfer.mooncake_plane import MooncakePlane  # only then its package is needed
 
         return MooncakePlane(host)
-    # A decode server reads; its end of the plane serves nobody, and gets any port.
+    # A decode server only reads: its end of the plane serves no reader, and gets any port.
     port = 0 if role.role is Role.DECODE else port
     return SocketPlane(host, role.transfer.secret, port=port, checksums=role.checksums)

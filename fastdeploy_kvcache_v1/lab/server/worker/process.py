@@ -1,8 +1,8 @@
 """The worker process: model, caches and copies. `python -m fastdeploy_kvcache_v1.lab.server.worker.process`.
 
-Its arguments are the file descriptors of the pipe to the engine and of those to other ranks. It stops on the engine's
-`None`, dies with the engine process, and ignores SIGINT and SIGTERM: the engine decides when it ends. SIGUSR1 drops
-the batch that it computes: the engine sends it with `None`, after every request was answered.
+Its arguments are the file descriptors of the pipes to the engine and to other ranks. It ends at the engine's `None` or
+with the engine process, and ignores SIGINT and SIGTERM. SIGUSR1 drops the batch that it computes: the engine sends it
+with `None`, after all requests were answered.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ logger = logging.getLogger(__name__)
 
 OPEN_COPIES_POLL_S = 0.005
 OPEN_TRANSFERS_POLL_S = 0.001
-"""A fetch takes several turns, and its request waits for each."""
+"""Each fetch takes several turns, for which its request waits."""
 IDLE_TRANSFERS_POLL_S = 0.1
 DRAIN_TIMEOUT_S = 5.0
 
 LIBGOMP = "libgomp.so.1"
 
 END_OF_GROUP_S = 10.0
-"""So long a rank that lost another one waits to be stopped. The engine should tell of the one that ended first."""
+"""Wait of a rank that lost another one, so that the engine reports the rank that ended first."""
 
 SAME_STOP_S = 0.5
-"""Between the stops of two ranks, at most."""
+"""Longest time between the stops of two ranks."""
 
 
 class BatchDroppedError(BaseException):
-    """The engine needs no answer any more. No `except Exception` on the way takes it for a failed batch."""
+    """The engine needs no answer. Not an `Exception`, so no handler takes it for a failed batch."""
 
 
 class Stop:
-    """Handler of SIGUSR1, on the main thread."""
+    """Handles SIGUSR1 on the main thread."""
 
     def __init__(self) -> None:
         self.was_asked = False
@@ -172,7 +172,7 @@ def _build(launch: WorkerLaunch, ranks: Ranks) -> tuple[StepRunner, CacheControl
 
 
 def _import_paddle() -> None:
-    """Raises `ConfigError` where the system lacks the one library that Paddle's wheel does not bring."""
+    """Raises `ConfigError` if the system lacks libgomp, which Paddle's wheel does not bring."""
     try:
         importlib.import_module("paddle")
     except ImportError as error:
@@ -182,7 +182,7 @@ def _import_paddle() -> None:
 
 
 def _loop(runner: StepRunner, link: Connection, transfers: RankTransfers | None, stop: Stop) -> None:
-    """Answer batches until the engine says `None`; between them, tell it how open copies, leases and fetches ended."""
+    """Answer batches until the engine sends `None`. Between them, report copies, leases and fetches that ended."""
     while True:
         if link.poll(_patience_s(runner.has_open_copies, transfers)):
             batch: BatchRequest | None = link.recv()
@@ -198,7 +198,7 @@ def _loop(runner: StepRunner, link: Connection, transfers: RankTransfers | None,
 
 
 def _patience_s(copies: bool, transfers: RankTransfers | None) -> float | None:
-    """How long to wait for the next batch at a stretch; None for ever."""
+    """Longest wait for the next batch; None: no limit."""
     if transfers is None:
         return OPEN_COPIES_POLL_S if copies else None
     if transfers.is_busy:

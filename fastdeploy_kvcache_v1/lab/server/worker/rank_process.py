@@ -1,4 +1,4 @@
-"""RankProcess: one worker process, the pipe to it, and the thread that reads its answers."""
+"""A worker process, the pipe to it, and the thread that reads its answers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ STOP_TIMEOUT_S = 2.0
 
 
 class RankProcess:
-    """Started by its constructor; then `wait_ready`, `listen`, and in the end `close`.
-
-    Main thread, but for `send`: the process dies with the thread that started it.
+    """Construct, `wait_ready`, `listen`, `close`: on the main thread, because the process dies with the thread that
+    started it. `send` from any thread.
     """
 
     def __init__(self, launch: WorkerLaunch, peers: Sequence[Connection] = (), *, on_poll: Callable[[], None]) -> None:
-        """`peers` are its pipes to other ranks, which this process closes. `on_poll` is called again and again while a
-        start is waited for; what it raises ends the wait.
+        """`peers`: its pipes to other ranks, which this process closes. `on_poll` is called repeatedly during the wait
+        for a start; its exception ends the wait.
         """
         self._rank = launch.rank
         is_alone = launch.config.tensor_parallel_size == 1
@@ -69,12 +68,12 @@ class RankProcess:
         return message
 
     def require_running(self) -> None:
-        """Raises the `KVCacheError` why it did not start, `WorkerDiedError` when it ended without one."""
+        """Raises the `KVCacheError` that prevented its start, `WorkerDiedError` when it ended without one."""
         if not self._is_ready and self._process.poll() is not None:
             self._first_message()
 
     def listen(self, on_message: Callable[[Answer], None], on_death: Callable[[str], None]) -> None:
-        """As `ProcessWorkerClient.listen`, for this rank."""
+        """Like `ProcessWorkerClient.listen`, for this rank."""
         assert self._thread is None, "listen once"
         arguments = (on_message, on_death)
         self._thread = threading.Thread(target=self._listen, args=arguments, name=f"worker{self._rank}", daemon=True)
@@ -84,13 +83,13 @@ class RankProcess:
         self._send(batch)
 
     def request_stop(self) -> None:
-        """It drops the batch that it computes and ends; its end is expected."""
+        """Let it drop its batch and end. Its end is expected."""
         self._closing.set()
         if self._is_ready:
             self._send(None)
             self._process.send_signal(signal.SIGUSR1)
         else:
-            self._process.kill()  # while it starts it has nothing to finish, and reads no messages
+            self._process.kill()  # while it starts, it reads no messages
 
     def close(self, deadline: float) -> None:
         """After `request_stop`: the process has ended, and the thread. It is killed at `deadline`, in seconds of
@@ -98,7 +97,7 @@ class RankProcess:
         """
         _wait_or_kill(self._process, deadline)
         if self._thread is not None:
-            self._thread.join(STOP_TIMEOUT_S)  # a process that not even SIGKILL ends must not keep us
+            self._thread.join(STOP_TIMEOUT_S)  # not forever: SIGKILL does not end a process in the kernel
         self._link.close()
 
     def _first_message(self) -> Any:
@@ -111,7 +110,7 @@ class RankProcess:
         return message
 
     def _send(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or this end is closed; `_listen` tells of it
+        with contextlib.suppress(OSError):  # it has ended, or this end is closed: `_listen` reports it
             self._link.send(message)
 
     def _listen(self, on_message: Callable[[Answer], None], on_death: Callable[[str], None]) -> None:
@@ -124,7 +123,7 @@ class RankProcess:
             logger.exception("an answer of the worker cannot be read, killing it")
             self._process.kill()
         if self._closing.is_set():
-            return  # it takes some time from the end of the pipe to its own end, for which `close` waits
+            return  # the process ends later than its pipe: `close` waits for it
         status = _wait_or_kill(self._process, time.monotonic() + STOP_TIMEOUT_S)
         on_death(f"{self._name} {self.pid} {_describe_exit(status)}")
 
