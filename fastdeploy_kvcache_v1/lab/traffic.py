@@ -1,4 +1,4 @@
-"""Generators of request traces: `fastdeploy-kvcache traffic KIND`. A new kind is a function and its row in `KINDS`."""
+"""Generators of request traces: `fastdeploy-kvcache traffic KIND`. Each is a function and a row in `KINDS`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["KINDS", "Shape", "Source", "add_arguments", "run"]
 TOKENS_PER_ID = 64
 
 MS_PER_TOKEN = 30
-"""Between two output tokens, where a later turn waits for them: as `replay --closed-loop` has it."""
+"""Between two output tokens, as in `replay --closed-loop`. A later turn waits for them."""
 
 Line = dict[str, Any]
-"""One line of a trace, see `lab/replay/trace.py`. In milliseconds and tokens."""
+"""A line of a trace, see `lab/replay/trace.py`."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a user may choose; what it means beside the rate is for each kind to say."""
+    """A user's choices. Each kind gives `tokens` and `items` a meaning."""
 
     rate: float
     """Requests per second, on average."""
@@ -36,38 +36,38 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text of which only length and identity matter. Two prompts with equal ids begin with the same tokens."""
+    """A text's length and identity. Prompts with equal ids begin with the same tokens."""
 
     length: int = 0
     ids: tuple[int, ...] = ()
-    """Of its full blocks."""
+    """Ids of its full blocks."""
 
 
 class Source:
-    """Seeded dice and unique ids: the same seed makes the same traffic. Not thread-safe."""
+    """Seeded random numbers and new ids: equal seeds make equal traffic. Not thread-safe."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self._new_id = count(1).__next__
 
     def longer(self, prompt: Prompt, num_tokens: int) -> Prompt:
-        """`prompt` with so many new tokens behind it."""
+        """`prompt` and `num_tokens` new tokens."""
         length = prompt.length + num_tokens
         num_new = length // TOKENS_PER_ID - len(prompt.ids)
         return Prompt(length, prompt.ids + tuple(self._new_id() for _ in range(num_new)))
 
     def fresh(self, num_tokens: int) -> Prompt:
-        """Tokens that were never sent before."""
+        """A prompt of new tokens."""
         return self.longer(Prompt(), num_tokens)
 
     def about(self, median: float, *, spread: float = 0.6) -> int:
-        """Log-normal, at least 1: lengths of texts and pauses of people are (spread 0.6: one in six is 1.8 times as
-        much).
+        """Log-normal, at least 1, like lengths of texts and pauses of people. Spread 0.6: one in six is above 1.8 times
+        the median.
         """
         return max(1, round(median * self.random.lognormvariate(0, spread)))
 
     def documents(self, shape: Shape) -> list[Prompt]:
-        """`items` of them, of `tokens`, about."""
+        """`items` documents of about `tokens`."""
         return [self.fresh(self.about(shape.tokens)) for _ in range(shape.items)]
 
     def times_ms(self, per_second: float) -> Iterator[float]:
@@ -78,12 +78,12 @@ class Source:
             yield now
 
     def popular(self, items: list[Prompt]) -> Callable[[], Prompt]:
-        """Draws item `i` in proportion to `1 / (i + 1)`, in the order that the list has then (Zipf's law)."""
+        """Draws item `i` with weight `1 / (i + 1)` (Zipf's law), in the list's current order."""
         weights = list(accumulate(1 / (place + 1) for place in range(len(items))))
         return lambda: self.random.choices(items, cum_weights=weights)[0]
 
     def line(self, time_ms: float, prompt: Prompt, output_length: int, *, whole: Prompt | None = None) -> Line:
-        """`whole`: prompt and output together, where a later prompt repeats the output."""
+        """`whole`: prompt and output, if a later prompt repeats the output."""
         partial = () if prompt.length % TOKENS_PER_ID == 0 else (self._new_id(),)
         line: Line = {
             "timestamp": round(time_ms),
@@ -105,16 +105,13 @@ class Turn(NamedTuple):
     whole: Prompt
     """Prompt and output."""
     pause_ms: int | None = None
-    """Between the end of the turn before and this one; None for a first turn."""
+    """From the end of the turn before to this one; None for a first turn."""
 
 
 def conversation(
     source: Source, prompt: Prompt, *, num_turns: int, output_tokens: float, more_tokens: float, pause_ms: float
 ) -> Iterator[Turn]:
-    """A session that begins with `prompt`; each later prompt holds all before it, the last output too, and more.
-
-    Numbers are medians.
-    """
+    """A session from `prompt` on. Each later prompt repeats all before it with the output, and more. Medians."""
     for number in range(num_turns):
         output_length = source.about(output_tokens)
         whole = source.longer(prompt, output_length)
@@ -123,7 +120,7 @@ def conversation(
 
 
 def interleaved(source: Source, sessions_per_second: float, session: Callable[[], Iterator[Turn]]) -> Iterator[Line]:
-    """Lines in the order of arrival, without end. Sessions begin at random; turns follow each other with pauses."""
+    """Endless lines in the order of arrival. Sessions begin at random; pauses separate turns."""
     starts = source.times_ms(sessions_per_second)
     next_start, numbers = next(starts), count()
     waiting: list[tuple[float, int, Turn, Iterator[Turn]]] = []
@@ -142,31 +139,31 @@ def interleaved(source: Source, sessions_per_second: float, session: Callable[[]
 
 
 def scan(source: Source, shape: Shape) -> Iterator[Line]:
-    """No cache can hit anything; a good one loses nothing else to it. `items` means nothing."""
+    """Without hits; `items` has no effect."""
     for now in source.times_ms(shape.rate):
         yield source.line(now, source.fresh(source.about(shape.tokens)), source.about(200))
 
 
 def loop(source: Source, shape: Shape) -> Iterator[Line]:
-    """LRU throws each document out just before it is needed. Each has another question behind it every time."""
+    """Documents in turn, each time with a new question."""
     for now, document in zip(source.times_ms(shape.rate), cycle(source.documents(shape)), strict=False):
         yield source.line(now, source.longer(document, source.about(60)), source.about(150))
 
 
 def hot(source: Source, shape: Shape) -> Iterator[Line]:
-    """A system prompt of exactly `tokens`, and questions that are never repeated. `items` has no meaning."""
+    """A system prompt of exactly `tokens`, and new questions; `items` has no effect."""
     system = source.fresh(shape.tokens)
     for now in source.times_ms(shape.rate):
         yield source.line(now, source.longer(system, source.about(400)), source.about(150))
 
 
 def chat(source: Source, shape: Shape) -> Iterator[Line]:
-    """People, who read the answer and think before they ask on; the first system prompt is asked most."""
+    """People who read and think between turns. The first system prompt is the most frequent."""
     mean_turns = 4.0
     system = source.popular(source.documents(replace(shape, tokens=350)))
 
     def session() -> Iterator[Turn]:
-        # Most conversations end after a turn or two, and a few go on for long.
+        # Most conversations end after a turn or two, a few are long.
         num_turns = min(100, max(1, round(source.random.expovariate(1 / mean_turns))))
         first = source.longer(system(), source.about(shape.tokens, spread=1.0))
         return conversation(source, first, num_turns=num_turns, output_tokens=250, more_tokens=120, pause_ms=25_000)
@@ -175,8 +172,8 @@ def chat(source: Source, shape: Shape) -> Iterator[Line]:
 
 
 def agents(source: Source, shape: Shape) -> Iterator[Line]:
-    """A session is a task with one to twelve tool calls, which follow each other quickly. Their results become part of
-    the prompt. The first instructions are used most.
+    """A session has one to twelve quick calls, whose results become part of the prompt. The first instructions are the
+    most frequent.
     """
     mean_calls = 6.5
     instructions = source.popular(source.documents(shape))
@@ -190,7 +187,7 @@ def agents(source: Source, shape: Shape) -> Iterator[Line]:
 
 
 def shifting(source: Source, shape: Shape) -> Iterator[Line]:
-    """Old counts of uses mislead. Each document has a question of its own behind it every time."""
+    """Popular documents change each five minutes. Each use has a new question."""
     period_ms, period = 300_000, 0
     documents = source.documents(shape)
     popular = source.popular(documents)
@@ -202,10 +199,10 @@ def shifting(source: Source, shape: Shape) -> Iterator[Line]:
 
 
 def batch(source: Source, shape: Shape) -> Iterator[Line]:
-    """A job sends 200 documents, each once, at a steady pace: a scan that comes and goes."""
+    """Chat, and jobs that send 200 documents, each once, at a steady pace."""
 
     def jobs() -> Iterator[Line]:
-        """One after the other, at twice the average pace, with pauses as long as they are."""
+        """Jobs in turn at twice the average pace, with pauses of their own length."""
         instructions = [source.fresh(300) for _ in range(shape.items)]
         now, num_requests = 0.0, 200
         while True:
@@ -219,7 +216,7 @@ def batch(source: Source, shape: Shape) -> Iterator[Line]:
 
 
 class Kind(NamedTuple):
-    """`lines` never end. The shape is that of real traffic."""
+    """`lines` never end. The default shape is that of real traffic."""
 
     lines: Callable[[Source, Shape], Iterator[Line]]
     shape: Shape

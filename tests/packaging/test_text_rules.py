@@ -10,8 +10,6 @@ from .text_rules import PACKAGE, ROOT, WORDS_OF_CHANGELOG, WORDS_OF_PAGES, files
 NOT_YET = {
     "fastdeploy_kvcache_v1/fastdeploy_integration/disaggregation",
     "fastdeploy_kvcache_v1/fastdeploy_integration/engine",
-    "fastdeploy_kvcache_v1/lab/router",
-    "fastdeploy_kvcache_v1/lab/server",
     "fastdeploy_kvcache_v1/storage",
     "fastdeploy_kvcache_v1/transfer",
     "tests/fastdeploy_integration",
