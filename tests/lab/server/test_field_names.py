@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+from openai import BadRequestError, OpenAI
 
 from fastdeploy_kvcache_v1.lab.server.field_names import MAX_FIELDS, MAX_LENGTH, MAX_NAMES
 from tests.lab.server.served import error_of, running
@@ -133,3 +134,16 @@ def test_requests_at_once_name_a_field_once(server, caplog):
     for thread in threads:
         thread.join()
     assert (len(named(caplog)), counted(server)) == (1, 8)
+
+
+@pytest.mark.process  # the client asks `uname` for its headers
+def test_openais_client_passes_a_strict_server_with_its_usual_fields(strict):
+    chats = OpenAI(base_url="http://testserver/v1", api_key="none", http_client=strict.client).chat.completions
+    usual = {"model": "default", "max_tokens": 4, "store": False, "service_tier": "auto", "user": "u", "metadata": {}}
+    answer = chats.create(messages=[{"role": "user", "content": "hello", "name": "ada"}], **usual)
+    said = answer.choices[0].message.model_dump()
+    chunks = chats.create(messages=[HELLO, said, HELLO], stream=True, stream_options={"include_usage": True}, **usual)
+    assert list(chunks)[-1].usage.completion_tokens == 4
+    with pytest.raises(BadRequestError, match="unknown request field 'temperture'"):
+        chats.create(messages=[HELLO], extra_body={"temperture": 0}, **usual)
+    assert counted(strict) == 1
