@@ -116,7 +116,7 @@ def bars(rows: Sequence[Bar], *, width: float, most: float, unit: Callable[[floa
     scale = (width - left - right) / (most or 1.0)
     bottom = ROW * len(rows)
     figure = Figure(width, bottom + ROW)
-    for tick in ticks(most, 2 + int(most * scale / 110)):
+    for tick in ticks(most, 2 + int(most * scale / 90)):
         figure.line(left + tick * scale, 0, bottom)
         figure.text(left + tick * scale, bottom + FONT + 3, unit(tick), "quiet", "middle")
     for number, row in enumerate(rows):

@@ -45,7 +45,7 @@ def test_parts_of_a_bar_follow_each_other():
 
 def test_an_axis_begins_at_zero():
     shown = [each.text for each in elements(chart(1.0, 4.2), "text", **{"class": "quiet"})]
-    assert shown == ["0 s", "2 s", "4 s"]
+    assert shown == ["0 s", "1 s", "2 s", "3 s", "4 s"]
 
 
 @pytest.mark.parametrize(
