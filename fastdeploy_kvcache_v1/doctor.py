@@ -1,7 +1,4 @@
-"""The `doctor` command: report what works here and what FastDeploy lacks to serve through this package.
-
-Each room has its checks; their order is here.
-"""
+"""The `doctor` command: report what works here and what FastDeploy lacks to serve through this package."""
 
 from __future__ import annotations
 

@@ -75,10 +75,7 @@ def make_backend(
     quant_type: str | None,
     scale_dtype: str,
 ) -> AttentionCacheBackend:
-    """Our cache backend for one rank, with FastDeploy's quantizations. Raises `ConfigError`.
-
-    `numbers`: fields of `CacheGeometry` that the family needs. `dtype` is the model's.
-    """
+    """For one rank. `numbers`: fields of `CacheGeometry`. `dtype`: the model's. Raises `ConfigError`."""
     if quant_type == INT4 and "head_dim" in numbers:
         numbers = {**numbers, "head_dim": numbers["head_dim"] // 2}
     geometry = CacheGeometry(

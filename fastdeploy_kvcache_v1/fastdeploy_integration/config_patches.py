@@ -51,10 +51,7 @@ def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `EngineArgs.add_cli_args`: our meaning of --write-policy, and our flags.
-
-    `init_cache_config` checks the values, because they may come from a file.
-    """
+    """Wraps `EngineArgs.add_cli_args`. `init_cache_config` checks the values, which may come from a file."""
     parser = wrapped(*args, **kwargs)
     policy = parser._option_string_actions[WRITE_POLICY.option]
     policy.choices, policy.default, policy.help = None, None, f"{WRITE_POLICY.full_help} (--swap-space)"
@@ -71,10 +68,7 @@ def add_cache_fields(cache_config: Any) -> None:
 
 
 def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `CacheConfig.__init__`: defaults and validation, before FastDeploy computes with the values.
-
-    Raises `ConfigError`, which unlike FastDeploy's error names the flag.
-    """
+    """Wraps `CacheConfig.__init__`. Raises `ConfigError` with the wrong flag, before FastDeploy computes with it."""
     given = kwargs["args"] if "args" in kwargs else args[0]
     for flag in (SWAP_SPACE, WRITE_POLICY, *ADDED_FLAGS):
         if (value := given.get(flag.name)) is not None:
@@ -88,10 +82,7 @@ def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `FDConfig.postprocess`: refuse settings, size the host tier, switch off `cudagraph_only_prefill`.
-
-    Raises `ConfigError` with every reason.
-    """
+    """Wraps `FDConfig.postprocess`. Raises `ConfigError` with every refused setting."""
     _note_speculation(instance)
     wrapped(*args, **kwargs)
     from fastdeploy import envs
@@ -115,10 +106,7 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
 
 
 def _note_speculation(config: Any) -> None:
-    """Keep the arguments' speculation before FastDeploy changes it for the role.
-
-    Names of stored blocks have it, so that prefill servers find the blocks of other servers.
-    """
+    """Keep the arguments' speculation for names of stored blocks: FastDeploy changes it on a prefill server."""
     speculative = config.speculative_config
     if speculative is not None:
         asked = (getattr(speculative, name, None) for name in ("num_speculative_tokens", "num_model_steps"))

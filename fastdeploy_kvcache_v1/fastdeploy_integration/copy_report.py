@@ -61,10 +61,7 @@ SHAPE = shape_of(CopyReport)
 
 
 def socket_path(queue_port: int, name: str = "copies") -> Path:
-    """Path of socket `name`, in a directory of its own for the engine whose worker queue is at `queue_port`.
-
-    Each engine of a machine, data parallel ones included, has its own port.
-    """
+    """Path of socket `name` in the directory of the engine with this worker queue port, unique on its machine."""
     directory, own = Path(tempfile.gettempdir()), f"{SOCKET_DIRECTORIES}{os.getuid()}-{queue_port}"
     if len(os.fsencode(directory / own / LONGEST_NAME)) > MAX_SOCKET_PATH:
         directory = Path("/tmp")

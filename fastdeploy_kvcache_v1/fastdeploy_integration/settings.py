@@ -43,10 +43,7 @@ def host_block_bytes() -> int | None:
 
 
 def storage_settings(cache: Any) -> StorageSettings | None:
-    """Settings of a `CacheConfig`: in the engine by its flags, in a worker by the environment. None without storage.
-
-    Raises `ConfigError`.
-    """
+    """By flags in the engine, by the environment in a worker. None without storage. Raises `ConfigError`."""
     if not cache.kvcache_storage_backend:
         return None
     if cache.kvcache_storage_gib is None:  # a worker
@@ -67,10 +64,7 @@ def export(
 
 
 def storage_address(queue_port: int, rank: int | None = None) -> str:
-    """Address of the engine's storage commands to `rank`; without a rank, of the answers of all ranks.
-
-    The session keeps apart the workers that a killed engine left at the same port.
-    """
+    """Of storage commands to `rank`, or of all ranks' answers. Workers left by a killed engine have another session."""
     name = f"storage-{os.environ[SESSION_VARIABLE]}" + ("" if rank is None else f"-{rank}")
     return f"ipc://{socket_path(queue_port, name)}"
 

@@ -23,10 +23,7 @@ _IN_CONFIGURATION = {"num_kv_heads": "num_key_value_heads"}
 
 
 def host_layout(config: Any, attention_backend: str) -> CacheLayout:
-    """Layout of one host block of one rank, draft layer included, for the model of an `FDConfig`.
-
-    Raises `ConfigError` if the model lacks a number that the backend needs, or no layout fits its cache.
-    """
+    """Of one rank's block, draft layer included. Raises `ConfigError` if the model lacks a number or no layout fits."""
     model, family = config.model_config, family_of(attention_backend)
     names = {number: _IN_CONFIGURATION.get(number, number) for number in needed_numbers(family)}
     if missing := [name for name in names.values() if getattr(model, name, None) is None]:
@@ -90,10 +87,7 @@ def num_host_blocks(gib: float, block_bytes: int, num_ranks: int) -> int:
 
 
 def size_host_tier(config: Any, attention_backend: str) -> None:
-    """Set `num_cpu_blocks` of the cache configuration in the engine, unless it was given; workers are told it.
-
-    Raises `ConfigError`.
-    """
+    """Set `num_cpu_blocks` in the engine, unless it was given; workers are told it. Raises `ConfigError`."""
     cache = config.cache_config
     if cache.sized_by_swap_space:
         cache.host_block_bytes = host_layout(config, attention_backend).block_bytes

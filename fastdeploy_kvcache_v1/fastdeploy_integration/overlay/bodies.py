@@ -108,10 +108,7 @@ def _difference(statements: list[Statement] | None, known: str | None) -> str | 
 
 
 def to_toml(root: Path, table: PatchTable, known: Digests) -> str:
-    """Text of the digests file for the FastDeploy at `root`, with the `known` alternatives.
-
-    Raises `OverlayError` for a missing body.
-    """
+    """Text of the digests file, with the `known` alternatives. Raises `OverlayError` for a missing body."""
     lines = [f"# Bodies of FastDeploy {table.release} ({table.commit}) that we rely on: a digest of each statement."]
     lines += ["# Written by `fastdeploy-kvcache doctor --source DIR --write-bodies`; docs/develop/porting.md."]
     lines += ["", "[bodies]"]

@@ -57,11 +57,7 @@ class Overlay:
         self.num_changed_bodies = 0
 
     def start(self) -> None:
-        """Check every row, then patch imported modules and hook the others.
-
-        Raises `OverlayError` before the first patch, naming every target that is missing or drifted, and every changed
-        body that must hold.
-        """
+        """Check all rows and bodies, then patch or hook modules. Raises `OverlayError` before the first patch."""
         if problems := self.problems():
             raise OverlayError(
                 f"patch table does not fit: FastDeploy at {self._root} is not the {self.table.release} "

@@ -59,10 +59,7 @@ def installed_fastdeploy() -> FastDeployTree | None:
 
 
 def fastdeploy_at(directory: Path, *, installed: bool = False) -> FastDeployTree:
-    """The FastDeploy of a checkout or a package directory. `installed`: metadata of this environment describes it.
-
-    Raises `OverlayError` without a FastDeploy, or if its version is unknown.
-    """
+    """`installed`: metadata of this environment describes it. Raises `OverlayError` without FastDeploy or a version."""
     root = directory if directory.name == PACKAGE and (directory / "envs.py").is_file() else directory / PACKAGE
     if not (root / "envs.py").is_file():
         raise OverlayError(f"{directory} holds no FastDeploy: name a checkout or the directory of its package")

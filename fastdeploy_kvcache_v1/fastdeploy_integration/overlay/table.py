@@ -200,10 +200,7 @@ def table_for(release: str) -> PatchTable:
 
 
 def load_table(path: Path) -> PatchTable:
-    """The table in `path`, over the tables beside it that it inherits.
-
-    Raises `OverlayError`, with file and row, for missing, unknown or contradictory content.
-    """
+    """The table in `path` over the tables beside it that it inherits. Raises `OverlayError` with file and row."""
     return _load(path, ())
 
 

@@ -174,10 +174,7 @@ def _row_of_token(meta: Any) -> Any:
 
 
 def init_backend(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `MLAAttentionBackend.__init__`, which chooses the flash function.
-
-    Raises `ConfigError` if that returns no log-sum-exp.
-    """
+    """Wraps `MLAAttentionBackend.__init__`. Raises `ConfigError` if its flash function returns no log-sum-exp."""
     wrapped(*args, **kwargs)
     config = kwargs["fd_config"] if "fd_config" in kwargs else args[0]
     with_sums = sys.modules[type(instance).__module__].flash_attention_v3_varlen
