@@ -245,8 +245,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=10_000, metavar="N", help="lines to write (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="equal seeds make equal traces (%(default)s)")
     parser.add_argument("--rate", type=float, metavar="R", help="requests per second on average (the kind's)")
-    parser.add_argument("--tokens", type=int, help="see below (the kind's)")
-    parser.add_argument("--items", type=int, help="see below (the kind's)")
+    parser.add_argument("--tokens", type=int, help="TOKENS below (the kind's)")
+    parser.add_argument("--items", type=int, help="ITEMS below (the kind's)")
 
 
 def run(args: argparse.Namespace) -> int:

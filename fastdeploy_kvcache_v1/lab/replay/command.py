@@ -33,24 +33,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, (block_size, WRITE_POLICY, WRITE_THROUGH_THRESHOLD, EVICTION_POLICY), with_defaults=True)
     hash_id = "tokens of a hash id (default: tokens_per_id of the trace, else 512 or 16 if all lines fit)"
     number("--tokens-per-id", None, hash_id, metavar="TOKENS")
-    for tier, text, default in (("device", "device tier", "20000"), ("host", "host tier; 0: none", "80000")):
+    for tier, text, default in (("device", "in the device tier", "20000"), ("host", "in the host tier", "80000")):
         parser.add_argument(
-            f"--{tier}-blocks", type=counts, default=counts(default), metavar="N", help=f"{text} ({default})"
+            f"--{tier}-blocks", type=counts, default=counts(default), metavar="N", help=f"blocks {text} ({default})"
         )
-    number("--window", ReplayOptions.window, "requests open at once")
-    number("--admissions-per-step", ReplayOptions.admissions_per_step, "requests per step")
-    number("--waiting", ReplayOptions.waiting, "waiting requests that the cache knows, and whose prefixes it keeps")
-    switch("--closed-loop", "later turns of a session arrive after the end of the turn before, in simulated time")
-    step_ms = "simulated time of a step, one output token of every open request"
-    number("--step-ms", ReplayOptions.step_ms, step_ms, float)
-    number("--limit", None, "play only the first N requests")
+    number("--window", ReplayOptions.window, "open requests", metavar="N")
+    number("--admissions-per-step", ReplayOptions.admissions_per_step, "requests admitted per step", metavar="N")
+    number(
+        "--waiting",
+        ReplayOptions.waiting,
+        "waiting requests that the cache knows, and whose prefixes it keeps",
+        metavar="N",
+    )
+    switch("--closed-loop", "simulate time: a later turn of a session arrives after the end of the turn before")
+    step_ms = "simulated milliseconds of a step, in which each open request gets a token"
+    number("--step-ms", ReplayOptions.step_ms, step_ms, float, metavar="MS")
+    number("--limit", None, "play only the first N requests", metavar="N")
     parser.add_argument(
         "--outputs", action=argparse.BooleanOptionalAction, default=False, help="also cache generated blocks (no)"
     )
-    switch("--verify", "check every block's content with a shadow data plane")
+    switch("--verify", "check the content of each block that a request reads")
     several = "at each size of --device-blocks and --host-blocks (numbers with commas)"
     switch("--compare", f"play each policy {several}")
-    parser.add_argument("--policies", metavar="NAMES", help="compare only these write and eviction policies")
+    parser.add_argument(
+        "--policies", metavar="NAMES", help="with --compare: only these write and eviction policies, with commas"
+    )
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="with --compare: draw hit rate over size as SVG into this file"
     )

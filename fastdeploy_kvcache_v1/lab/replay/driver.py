@@ -50,12 +50,12 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("admissions_per_step", 1), ("waiting", 0)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.step_ms < float("inf"):
-            raise ConfigError(f"step_ms must be more than 0, got {self.step_ms}")
+            raise ConfigError(f"--step-ms must be above 0, got {self.step_ms}")
         for tier, num_blocks in (("device", self.config.num_device_blocks), ("host", self.config.num_host_blocks)):
             if num_blocks > MAX_BLOCKS:
-                raise ConfigError(f"a replay has room for {MAX_BLOCKS} {tier} blocks at most, got {num_blocks}")
+                raise ConfigError(f"--{tier}-blocks must be at most {MAX_BLOCKS}, got {num_blocks}")
 
 
 @dataclass

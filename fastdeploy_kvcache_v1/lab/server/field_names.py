@@ -78,7 +78,7 @@ def unknown_fields(body: Mapping[str, object], known: Collection[str], path: str
                     yield from unknown_fields(each, NESTED[inner], inner)
 
 
-@source("engine")
+@source("request fields")
 class FieldCheck:
     """Counts unknown fields, and names each once in the log or refuses its request. Thread-safe."""
 

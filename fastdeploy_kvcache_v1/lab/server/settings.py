@@ -85,7 +85,7 @@ FLAGS = (
         unit="NAME",
         choices=FAMILIES,
     ),
-    _model("mtp", "a draft layer in the random model, which it implies; guesses are verified", bool),
+    _model("mtp", "a draft layer in the random model, which it implies; drafts are verified", bool),
     _model(
         "cache_dtype",
         "element type of the random model's cache",
@@ -95,15 +95,15 @@ FLAGS = (
     ),
     _server(
         "fastdeploy_cpu",
-        "FastDeploy's own server with a CPU worker, for trying it without a GPU (other flags: FastDeploy's)",
+        "start FastDeploy's own server without a GPU, with its own flags",
         bool,
     ),
     _shared("host", "address to listen on", default=ServerConfig.host),
     _shared("port", "port to listen on, 0 picks a free one", int, ServerConfig.port, least=0, most=65_535),
     _shared(
         "served_model_name",
-        "name the API shows, the only one it then serves beside 'default'",
-        otherwise="the directory's name, and any is served",
+        "the only model name that is served, beside 'default'",
+        otherwise="the directory's name; any name is served",
         unit="NAME",
     ),
     _count("max_model_len", "longest sequence, prompt and output", otherwise="the model's", unit="TOKENS", least=2),
@@ -186,9 +186,11 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
 def _check_role(role: RoleSettings, values: argparse.Namespace, storage: StorageSettings | None) -> None:
     """Raises `ConfigError` for settings that a role excludes."""
     if storage is not None and storage.uses_device_tier:
-        raise ConfigError("--role does not go with --kvcache-storage-backend attention_store: choose file or mooncake")
+        raise ConfigError("--role excludes --kvcache-storage-backend attention_store: choose file or mooncake")
     if role.address.port + values.tensor_parallel_size - 1 > 65_535:
-        raise ConfigError(f"--transfer-address has no ports behind {role.address.port}: each rank needs one")
+        raise ConfigError(
+            f"--transfer-address needs a port per rank behind {role.address.port}, and there are none: lower it"
+        )
     if not values.enable_prefix_caching:
         raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
 

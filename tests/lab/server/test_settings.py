@@ -137,11 +137,11 @@ def test_impossible_values_are_one_clear_line(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (ATTENTION_STORE, "--role does not go with --kvcache-storage-backend attention_store"),
+        (ATTENTION_STORE, "--role excludes --kvcache-storage-backend attention_store"),
         (["--no-enable-prefix-caching"], "--role needs the cache"),
         (
             ["--transfer-address", "127.0.0.1:65535", "--tensor-parallel-size", "2"],
-            "--transfer-address has no ports behind 65535",
+            "--transfer-address needs a port per rank behind 65535",
         ),
     ],
 )

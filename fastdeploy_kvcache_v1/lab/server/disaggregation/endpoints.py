@@ -70,10 +70,14 @@ def _read(raw: bytes, given: str, secret: bytes, config: ServerConfig) -> Prefil
             400, f"the prompt has {len(job.prompt_ids)} tokens, this server's --max-model-len is {config.max_model_len}"
         )
     if max(job.prompt_ids) >= config.model.vocab_size:
-        raise ApiError(400, f"token {max(job.prompt_ids)} is not in the vocabulary: is that the same model?")
+        raise ApiError(
+            400, f"token {max(job.prompt_ids)} is not in this server's vocabulary: give both servers one --model"
+        )
     num_blocks = -(-len(job.prompt_ids) // config.cache.block_size)
     if num_blocks > config.cache.num_device_blocks:
-        raise ApiError(400, f"the prompt needs {num_blocks} blocks, this server has {config.cache.num_device_blocks}")
+        raise ApiError(
+            400, f"the prompt needs {num_blocks} device blocks, this server has {config.cache.num_device_blocks}"
+        )
     return job
 
 

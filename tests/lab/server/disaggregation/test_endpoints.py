@@ -94,8 +94,8 @@ def test_a_job_that_is_known_is_an_error_in_its_last_line(ask):
         (PROMPT, {"secret": b"another"}, 403, "for decode servers with the same secret"),
         (PROMPT, {"raw": b"{}"}, 400, "cannot be read"),
         (range(200), {}, 400, "the prompt has 200 tokens, this server's --max-model-len is 200"),
-        ([264], {}, 400, "token 264 is not in the vocabulary"),
-        ([1] * 161, {}, 400, "the prompt needs 41 blocks, this server has 40"),
+        ([264], {}, 400, "token 264 is not in this server's vocabulary"),
+        ([1] * 161, {}, 400, "the prompt needs 41 device blocks, this server has 40"),
     ],
 )
 def test_a_job_that_this_server_cannot_do_is_refused_in_one_line(ask, prompt, options, status, message):
