@@ -317,7 +317,7 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's handler would raise the signal again at the end, and the exit status would not be 0."""
-        self.force_exit = self.should_exit
+        self._is_urgent = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
