@@ -65,7 +65,7 @@ def described_app() -> FastAPI:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        page = get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
+        page = get_swagger_ui_html(openapi_url="openapi.json", title=app.title, swagger_favicon_url="data:,")
         return HTMLResponse(bytes(page.body).decode().replace("<body>", f"<body>{OFFLINE}"))
 
     return app

@@ -1,6 +1,7 @@
 """The description of the API says what the server does: endpoints, fields, errors, version."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_docs_page_reads_the_description_and_says_what_it_needs(server):
     assert page.headers["content-type"].startswith("text/html")
     assert page.text.count("Without internet it shows this line alone") == 1
     assert "url: 'openapi.json'" in page.text
+    assert set(re.findall(r"https?://([^/\"']+)", page.text)) == {"cdn.jsdelivr.net"}
 
 
 def test_the_description_tells_nothing_of_this_machine(server, described):
