@@ -361,8 +361,10 @@ def stopped(tmp_path, capfd):
         async def client():
             await backend.start()
             begun.set()
-            while not (printed := capfd.readouterr().out):
+            printed = ""
+            while not printed.endswith("\n"):  # the line and its end may come one by one
                 await asyncio.sleep(0.01)
+                printed += capfd.readouterr().out
             heard.append(printed)
             await play(printed.split()[1], backend, lambda: os.kill(os.getpid(), signal.SIGTERM))
             await asyncio.to_thread(ended.wait)
