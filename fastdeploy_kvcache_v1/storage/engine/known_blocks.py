@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from ...contract.messages import BlockHash
@@ -9,14 +10,14 @@ from ...contract.messages import BlockHash
 __all__ = ["KnownBlocks"]
 
 MOST_KNOWN = 65_536
-"""Hashes kept, the latest: some 8 MB."""
+"""Hashes kept, the latest: some 10 MB."""
 
 
 class KnownBlocks:
     """For debug pages only: the store may have deleted a block since. One thread writes, any thread may ask."""
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockHash, None] = {}
+        self._blocks = OrderedDict[BlockHash, None]()  # a dict searches for its first key, past deleted ones
 
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
@@ -26,7 +27,7 @@ class KnownBlocks:
             self._blocks.pop(block, None)
             self._blocks[block] = None
         while len(self._blocks) > MOST_KNOWN:
-            del self._blocks[next(iter(self._blocks))]
+            self._blocks.popitem(last=False)
 
     def forget(self) -> None:
-        self._blocks = {}
+        self._blocks = OrderedDict()
