@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 
-import httpx
+import httpx2
 import pytest
 from fastapi import FastAPI
 
@@ -32,7 +32,7 @@ class Waiting:
         self._loop.call_soon_threadsafe(self._refused.set)
 
     def ask(self, url):
-        self.answers.append(httpx.get(url, timeout=60).text)
+        self.answers.append(httpx2.get(url, timeout=60).text)
 
 
 @pytest.fixture
