@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/quickstart.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/lab/replay.md")
 OUTPUT = "text"
 PROGRAMS = {"sh": ("bash", "-euo", "pipefail", "-c"), "python": (".venv/bin/python", "-c")}
 TIMEOUT_S = 900.0

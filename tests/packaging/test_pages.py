@@ -14,7 +14,7 @@ from tests.packaging.pages import PAGES, ROOT, PageError, Run, blocks, mismatch
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_is_marked(page):
     found = blocks(page, (ROOT / page).read_text())
-    assert sum(block.mark == "run" for block in found) >= 4
+    assert sum(block.mark == "run" for block in found) >= 2
 
 
 def test_python_example_of_the_readme_prints_what_it_shows():
