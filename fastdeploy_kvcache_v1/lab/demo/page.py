@@ -83,7 +83,7 @@ def write_picture(path: Path, results: Results) -> None:
         figure.text(16, figure.height + 20, title, "title")
         figure.place(drawn, 16, figure.height + 40)
         figure.height += drawn.height + 44
-        _place_keys(figure, MAP_LEGEND, 16, 170)
+        _place_keys(figure, [entry for entry in MAP_LEGEND if entry[0].kind != "disk"], 16, 170)
     path.write_text(figure.svg(_spoken(results), STYLE) + "\n", encoding="utf-8")
 
 
