@@ -80,7 +80,7 @@ SERVED = {
 """Model, attention backend, flags; bytes of a block on a rank."""
 PLAIN_HEADS = {"gqa", "gqa_2_ranks", "gqa_4_ranks"}
 """Where FastDeploy's own formula is right."""
-CHUNKED_DSA = "DSA_ATTN with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass"
+CHUNKED_DSA = "DSA_ATTN with prefix caching or prompts in chunks (its prefill attends only to tokens of its own pass"
 REFUSED = {
     "too_small": (
         QWEN,
