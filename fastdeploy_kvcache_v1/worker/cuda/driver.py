@@ -60,7 +60,7 @@ def address_of(name: str) -> int:
         library = ctypes.CDLL("libcuda.so.1")
         ask = library.cuGetProcAddress_v2 if hasattr(library, "cuGetProcAddress_v2") else library.cuGetProcAddress
     except (OSError, AttributeError) as error:
-        raise ConfigError(f"got no CUDA driver ({error}), expected 11.3 or later: install the NVIDIA driver") from None
+        raise ConfigError(f"got no CUDA driver ({error}), expected 11.8 or later: install the NVIDIA driver") from None
     found, status = c_void_p(), c_int()
     more = (byref(status),) if ask.__name__.endswith("_v2") else ()
     ask(name.encode(), byref(found), VERSION, c_uint64(0), *more)
