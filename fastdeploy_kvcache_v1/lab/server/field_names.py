@@ -60,7 +60,7 @@ class UnknownField(NamedTuple):
     def describe(self) -> str:
         """One line without control characters."""
         near = get_close_matches(self.name, self.known, 1)
-        advice = f"did you mean {near[0]}?" if near else "docs/lab/server.md lists the known ones"
+        advice = f"did you mean {near[0]}?" if near else "docs/reference/request-fields.md lists the known ones"
         return f"unknown request field {self.full_name!r}: {advice}"
 
 

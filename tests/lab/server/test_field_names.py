@@ -45,7 +45,8 @@ def test_unknown_field_is_logged_once_with_the_nearest_and_always_counted(server
 
 def test_unknown_field_without_a_near_one_points_to_the_docs(server, caplog):
     server.complete(prompt="hello", zzz=1)
-    assert named(caplog) == ["ignored the unknown request field 'zzz': docs/lab/server.md lists the known ones"]
+    advice = "docs/reference/request-fields.md lists the known ones"
+    assert named(caplog) == [f"ignored the unknown request field 'zzz': {advice}"]
 
 
 @pytest.mark.parametrize(
