@@ -42,7 +42,9 @@ _REFUSED_BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
         "response_format": ({"type": "text"},),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
     },
-    "it calls no tools; leave the field out": {"tools": ([],), "functions": ([],)},
+    "it calls no tools; leave the field out": {"tools": ([],), "functions": ([],), "web_search_options": ()},
+    "it answers with text only; leave the field out": {"modalities": (["text"],), "audio": ()},
+    "it cannot steer the length; use max_tokens": {"verbosity": ("medium",)},
     "it uses the model's chat template; send the prompt to /v1/completions": {
         "chat_template": (),
         "disable_chat_template": (False,),

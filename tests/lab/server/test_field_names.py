@@ -81,6 +81,23 @@ def test_known_fields_nulls_and_names_of_the_clients_choice_pass(strict, caplog,
     assert (named(caplog), counted(strict)) == ([], 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "same", "other"),
+    [
+        ("modalities", ["text"], ["text", "audio"]),
+        ("audio", None, {"voice": "alloy", "format": "wav"}),
+        ("web_search_options", None, {}),
+        ("verbosity", "medium", "low"),
+    ],
+)
+def test_field_of_openais_chats_with_an_effect_is_refused_not_unknown(server, strict, name, same, other):
+    for each in (server, strict):
+        assert each.chat(**{name: same}).status_code == 200
+        response = each.chat(**{name: other})
+        assert (response.status_code, error_of(response)["param"], error_of(response)["code"]) == (400, name, None)
+    assert (counted(server), counted(strict)) == (0, 0)
+
+
 def test_strict_server_refuses_an_unknown_field_and_logs_nothing(strict, caplog):
     for send in (strict.complete, strict.chat):
         response = send(prompt_token_ids=[1], temperture=0)
