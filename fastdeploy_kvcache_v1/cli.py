@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.extras:  # it has other pipes than its output
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # its reader, such as `head`, has ended
-        return 0
+        return 141  # as a program that SIGPIPE ended: the status of a report that was cut off is unknown
     except KVCacheError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
