@@ -103,7 +103,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "lab" / "replay.md"
 
 
 def test_the_picture_on_the_page_is_what_its_commands_draw(tmp_path, capsys):
-    text = PAGE.read_text(encoding="utf-8").replace("\\\n", " ").replace("/tmp/", f"{tmp_path}/")
+    text = PAGE.read_text(encoding="utf-8").replace("\\\n", " ").replace("~/", f"{tmp_path}/")
     commands = re.findall(r"^\.venv/bin/fastdeploy-kvcache (.*)$", text, re.M)
     making, comparing = commands[0], next(line for line in commands if "--picture" in line)
     words, trace = making.split(" >")
