@@ -178,13 +178,13 @@ def test_the_command_writes_so_many_lines(capsys):
 
 
 @pytest.mark.process
-def test_a_reader_that_has_enough_is_no_error():
+def test_reader_that_has_enough_ends_it_without_a_word():
     command = [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "traffic", "scan", "--requests", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert json.loads(process.stdout.readline())["hash_ids"]
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) == 0
+        assert process.wait(60) == 141
 
 
 @pytest.mark.parametrize(
