@@ -1,5 +1,6 @@
 """The demo's page and README's picture: what they say, and how they look in a real browser."""
 
+import hashlib
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -30,6 +31,21 @@ def answered(found, name, number, **changes):
     seen = found[name][number]
     found[name][number] = replace(seen, answer=replace(seen.answer, **changes))
     return found
+
+
+LOOKED_AT = {"page.html": "00017900939429f5", "picture.svg": "b9cfa7a132739c74"}
+"""Digests of page and picture of the canned results, as seen and found right in a browser."""
+
+
+def test_page_and_picture_are_drawn_as_they_were_when_looked_at(tmp_path):
+    """Places and sizes of marks have no law but that they look right."""
+    page(tmp_path, results())
+    write_picture(tmp_path / "picture.svg", results())
+    drawn = {}
+    for name in LOOKED_AT:
+        text = re.sub("Made by [^<]*", "", (tmp_path / name).read_text())  # names version and machine
+        drawn[name] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    assert drawn == LOOKED_AT, f"look at {tmp_path} in a browser; if it is right, write these digests"
 
 
 # ---- what they say
