@@ -97,8 +97,8 @@ def _default_dtype() -> str:
 def _expect_shapes(name: str, layout: CacheLayout, shapes: Sequence[Sequence[int]]) -> None:
     """`shapes`: FastDeploy's of key, value and indexer, `[]` for a missing one; it derives scales itself."""
     ours = [(1, *role.block_shape) for role in layout.roles if not role.role.endswith("_scale")]
-    theirs = [tuple(shape) for shape in shapes if shape]
-    if ours != theirs:
+    asked = [tuple(shape) for shape in shapes if shape]
+    if ours != asked:
         raise ConfigError(
-            f"{name} asks for cache blocks of {theirs}, our layout has {ours}: choose another FD_ATTENTION_BACKEND"
+            f"{name} asks for cache blocks of {asked}, our layout has {ours}: choose another FD_ATTENTION_BACKEND"
         )

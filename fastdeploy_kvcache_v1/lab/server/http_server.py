@@ -29,7 +29,7 @@ END_S = 8
 SIGNAL_POLL_S = 0.05
 
 MAX_CONNECTIONS = 512
-"""At the same time; uvicorn answers one more with 503."""
+"""Open connections at the same time; uvicorn refuses more with 503."""
 
 TRY_PROMPT = (
     "A prefix cache keeps the keys and values of the prompts it has seen. When a prompt starts with the same words, "
@@ -43,7 +43,7 @@ TRY_QUESTION = "What is the capital of France?"
 
 
 class HttpServer(uvicorn.Server):
-    """Ends after a signal that `handle_exit` was told of, also one that came before `run_app`. Main thread."""
+    """Ends after the first signal, even if it arrives before `run_app`. Main thread only."""
 
     _engine: Engine
     _ready: str
@@ -54,9 +54,9 @@ class HttpServer(uvicorn.Server):
         self._is_urgent = False
         super().__init__(
             uvicorn.Config(
-                "the one of run_app",
+                "set by run_app",
                 log_config=None,
-                access_log=False,  # ours has the ids of requests
+                access_log=False,  # the app logs requests with their ids
                 lifespan="off",
                 ws="none",
                 limit_concurrency=MAX_CONNECTIONS,

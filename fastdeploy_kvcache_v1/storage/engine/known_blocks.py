@@ -14,7 +14,7 @@ MOST_KNOWN = 65_536
 
 
 class KnownBlocks:
-    """For debug pages only: the store may have deleted a block since. One thread writes, any thread may ask."""
+    """For debug pages only: the store may have deleted a block since. One thread adds; lookups are thread-safe."""
 
     def __init__(self) -> None:
         self._blocks = OrderedDict[BlockHash, None]()  # a dict searches for its first key, past deleted ones
