@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NewType, Protocol
 
 from ..errors import UnsupportedCopyError
 from ..telemetry.metrics import counter, gauge, part, source
+from .sessions import SessionHint
 
 __all__ = [
     "COPY_ORDER",
@@ -89,6 +90,10 @@ class BlockHashes(Protocol):
     @property
     def access(self) -> CacheAccess:
         """Fixed for the life of the request."""
+
+    @property
+    def session(self) -> SessionHint:
+        """Read when the request is admitted and when it ends."""
 
 
 class MatchedSpan(NamedTuple):

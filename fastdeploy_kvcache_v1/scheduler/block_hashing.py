@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..contract.messages import BlockHash, CacheAccess
+from ..contract.sessions import UNTOLD, SessionHint
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,8 +88,10 @@ class BlockHasher:
         salt: bytes = b"",
         lora: str = "",
         access: CacheAccess = FULL_ACCESS,
+        session: SessionHint = UNTOLD,
     ) -> None:
         self.access = access
+        self.session = session
         self.hashes: list[BlockHash] = []
         self._block_size = block_size
         self._items = _checked(items)
@@ -143,9 +146,10 @@ class GivenHashes:
 
     access = FULL_ACCESS
 
-    def __init__(self, hashes: Sequence[BlockHash], num_tokens: int) -> None:
+    def __init__(self, hashes: Sequence[BlockHash], num_tokens: int, session: SessionHint = UNTOLD) -> None:
         self.hashes = hashes
         self.num_tokens = num_tokens
+        self.session = session
 
 
 def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:

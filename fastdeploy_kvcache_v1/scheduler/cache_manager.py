@@ -19,7 +19,8 @@ from __future__ import annotations
 import operator
 import secrets
 import threading
-from collections.abc import Container, Sequence, Set
+import time
+from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import replace
 
 from ..config import KVCacheConfig
@@ -38,6 +39,7 @@ from ..contract.messages import (
     StoreSource,
     SwapStep,
 )
+from ..contract.sessions import SessionHint
 from ..errors import BlockPoolError, CacheStateError, ConfigError
 from .block_pool import BlockPool
 from .cache_stats import CacheStats, Counters
@@ -69,8 +71,10 @@ MOST_WATCHED = 131_072
 class CacheManager:
     """The prefix cache of one server: both tiers, its requests, and the copies between the tiers. Thread-safe."""
 
-    def __init__(self, config: KVCacheConfig) -> None:
+    def __init__(self, config: KVCacheConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds and never runs back. Only differences count."""
         self.config = config
+        self._clock = clock
         self._lock = threading.RLock()
         self._counters = Counters()
         self._events = EventLog(config.max_queued_events)
@@ -182,6 +186,13 @@ class CacheManager:
         """
         with self._lock:
             self._lookahead.expect(line)
+
+    def tell_return(self, session: SessionHint) -> bool:
+        """Take note of `session.return_in_s`, counted from now, for a session whose last request has ended or runs.
+
+        Returns False for a session that is not known (any more). It is a hint, like `expect`. O(runs of its prefix).
+        """
+        return False
 
     # ---- slots of a scheduler that keeps its own block tables
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...contract.messages import BlockHash, CacheAccess
+from ...contract.sessions import UNTOLD
 from ...errors import ConfigError
 from ...scheduler.block_hashing import BlockHasher
 from ..cache_identity import access_of, salt_of
@@ -33,6 +34,7 @@ class TaskTokens:
         self._prompt_length = len(task.prompt_token_ids)
         self._hasher: BlockHasher | None = None
         self.access = CacheAccess(reads=False, writes=False)
+        self.session = UNTOLD
         self._num_named: int | None = None
         try:
             inputs = inputs_of(task) if inputs is None else inputs
