@@ -25,7 +25,6 @@ class ClosedLoop(Replay):
 
     def __init__(self, options: ReplayOptions) -> None:
         super().__init__(options)
-        self.now_ms = 0.0
         self._next_turns: dict[int, list[TraceRequest]] = defaultdict(list)
         """By the line of the turn before."""
         self._arrivals: list[tuple[float, int, TraceRequest]] = []
@@ -71,8 +70,14 @@ class ClosedLoop(Replay):
         admitted = super()._try_admit(opened)
         if admitted:
             request = opened.request
-            heapq.heappush(self._ends, (self.now_ms + self._service_ms(request), request.line, opened))
+            heapq.heappush(self._ends, (self.now_ms + self.options.service_ms(request), request.line, opened))
         return admitted
+
+    def _arrive(self, request: TraceRequest) -> None:
+        """Time passes by steps."""
+
+    def _told_at_end(self, opened: ReplayedRequest) -> float | None:
+        return opened.request.return_in_s
 
     def _make_room(self) -> bool:
         return False
@@ -86,16 +91,8 @@ class ClosedLoop(Replay):
     def _ended(self, request: TraceRequest, ended_ms: float) -> None:
         """Let the next turns of its session arrive."""
         for following in self._next_turns.pop(request.line, ()):
-            arrival = ended_ms + self._delay_ms(request, following)
+            arrival = ended_ms + self.options.delay_ms(request, following)
             heapq.heappush(self._arrivals, (arrival, following.line, following))
-
-    def _service_ms(self, request: TraceRequest) -> float:
-        return max(1, request.output_length) * self.options.step_ms
-
-    def _delay_ms(self, request: TraceRequest, following: TraceRequest) -> float:
-        if following.delay_ms is not None:
-            return following.delay_ms
-        return max(0.0, following.timestamp_ms - request.timestamp_ms - self._service_ms(request))
 
     def _advance(self, *, ran: bool) -> None:
         """Advance by a step, or to the next event if no request ran."""

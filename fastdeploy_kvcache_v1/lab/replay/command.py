@@ -7,15 +7,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from ...config import KVCacheConfig, WritePolicy
 from ...contract.flags import BLOCK_SIZE, WRITE_POLICY, WRITE_THROUGH_THRESHOLD, add_flags
 from ...errors import ConfigError
 from ...scheduler.policies.eviction import EVICTION_POLICY
 from . import curve
 from .compare import Capacity, Comparison, comparison_table, policies
-from .driver import ReplayOptions
+from .driver import TOLD, ReplayOptions
 from .report import SHOWN_OPTIONS, play, table
 from .trace import read_trace
 
@@ -48,12 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     switch("--closed-loop", "simulate time: a later turn of a session arrives after the end of the turn before")
     step_ms = "simulated milliseconds of a step, in which each open request gets a token"
     number("--step-ms", ReplayOptions.step_ms, step_ms, float, metavar="MS")
+    told = "; ".join(f"{name}: {text}" for name, text in TOLD.items())
+    parser.add_argument(
+        "--told", type=names, default=(ReplayOptions.told,), metavar="NAME", help=f"what clients tell. {told} (trace)"
+    )
+    told_error = "told times of return are wrong: multiplied or divided by this factor, at random"
+    number("--told-error", ReplayOptions.told_error, told_error, float, metavar="FACTOR")
     number("--limit", None, "play only the first N requests", metavar="N")
     parser.add_argument(
         "--outputs", action=argparse.BooleanOptionalAction, default=False, help="also cache generated blocks (no)"
     )
     switch("--verify", "check the content of each block that a request reads")
-    several = "at each size of --device-blocks and --host-blocks (numbers with commas)"
+    several = "at each size of --device-blocks and --host-blocks, for each of --told (lists with commas)"
     switch("--compare", f"play each policy {several}")
     parser.add_argument(
         "--policies", metavar="NAMES", help="with --compare: only these write and eviction policies, with commas"
@@ -69,6 +73,11 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Words, separated by commas."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 def options_from(args: argparse.Namespace) -> ReplayOptions:
     """Options for the first of the given sizes. Raises `ConfigError` for a wrong value."""
     threshold = args.write_through_threshold
@@ -81,7 +90,7 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
         eviction_policy=args.eviction_policy,
         max_queued_events=0,
     )
-    return ReplayOptions(config, **{name: getattr(args, name) for name in SHOWN_OPTIONS})
+    return ReplayOptions(config, **{name: getattr(args, name) for name in SHOWN_OPTIONS} | {"told": args.told[0]})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
         capacities = [Capacity(device, host) for device in args.device_blocks for host in args.host_blocks]
         if args.picture is not None:
             curve.check(len(played[0]) * len(played[1]), len(capacities))
-        result, shown = Comparison(requests, options, *played).run(capacities), comparison_table
+        result, shown = Comparison(requests, options, *played, args.told).run(capacities), comparison_table
         if args.picture is not None:
             _write(args.picture, curve.drawn(result))
     else:
-        result, shown = play(options, tqdm(requests, unit="request", disable=None, leave=False)), table
+        result, shown = play(options, requests, bar=True), table
     print(json.dumps(result, indent=2) if args.json else shown(result))
     return 0
 
@@ -122,9 +131,10 @@ def _refuse(args: argparse.Namespace) -> None:
             if given != default:
                 raise ConfigError(f"{flag} {given}: --compare plays every policy; choose among them with --policies")
         return
-    for flag, sizes in (("--device-blocks", args.device_blocks), ("--host-blocks", args.host_blocks)):
-        if len(sizes) > 1:
-            raise ConfigError(f"{flag} takes several numbers with --compare only, got {','.join(map(str, sizes))}")
+    for flag in ("device_blocks", "host_blocks", "told"):
+        if len(given := getattr(args, flag)) > 1:
+            name, values = flag.replace("_", "-"), ",".join(map(str, given))
+            raise ConfigError(f"--{name} takes several values with --compare only, got {values}")
     if args.picture is not None:
         raise ConfigError("--picture needs --compare and several sizes")
     if args.policies is not None:

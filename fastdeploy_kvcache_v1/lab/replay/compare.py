@@ -44,18 +44,24 @@ class Comparison:
     """Plays a trace at each capacity under each pair of policies. Not thread-safe."""
 
     def __init__(
-        self, requests: Sequence[TraceRequest], options: ReplayOptions, write: list[WritePolicy], eviction: list[str]
+        self,
+        requests: Sequence[TraceRequest],
+        options: ReplayOptions,
+        write: list[WritePolicy],
+        eviction: list[str],
+        told: Sequence[str],
     ) -> None:
-        """`options` without sizes and policies; `write` and `eviction` policies to play."""
+        """`options` without sizes and policies; `write` and `eviction` policies to play, for each name of `told`."""
         self._requests = requests
         self._options = options
         self._write, self._eviction = write, eviction
+        self._options_told = [replace(options, told=name) for name in told]
         self._clairvoyants: dict[int, Clairvoyant] = {}
         """By the number of played requests."""
 
     def run(self, capacities: Sequence[Capacity]) -> dict[str, Any]:
         """JSON-ready: the bounds of each capacity, and the `report.summary` of each run. Raises like the runs."""
-        total = sum(len(list(self._pairs(each))) + 1 for each in capacities)
+        total = sum(len(list(self._variants(each))) + 1 for each in capacities)
         with tqdm(total=total, unit="run", disable=None, leave=False) as bar:
             return {"capacities": [self._at(capacity, bar) for capacity in capacities]}
 
@@ -80,12 +86,17 @@ class Comparison:
             "requests_too_long": len(self._requests) - len(playable),
             "clairvoyant": self._bound(capacity, playable),
             "one_lru_tier": one_tier["hit_rate"]["total"],
-            "runs": [played(self._options, *capacity, *pair) for pair in self._pairs(capacity)],
+            "runs": [played(options, *capacity, *pair) for options, pair in self._variants(capacity)],
         }
 
-    def _pairs(self, capacity: Capacity) -> Iterator[tuple[WritePolicy, str]]:
-        """Pairs of policies; without a host tier write policies have no effect."""
-        return itertools.product(self._write if capacity.host else [self._options.config.write_policy], self._eviction)
+    def _variants(self, capacity: Capacity) -> Iterator[tuple[ReplayOptions, tuple[WritePolicy, str]]]:
+        """Pairs of policies, and what they are told. Without a host tier write policies have no effect, and `lru`
+        heeds no hint.
+        """
+        write = self._write if capacity.host else [self._options.config.write_policy]
+        for pair in itertools.product(write, self._eviction):
+            for options in self._options_told[: 1 if "lru" in pair else None]:
+                yield options, pair
 
     def _bound(self, capacity: Capacity, requests: Sequence[TraceRequest]) -> float | None:
         """Share of the input tokens. None in a closed loop, whose order of requests is open."""
@@ -98,7 +109,8 @@ class Comparison:
         return self._clairvoyants[len(requests)].hits(sum(capacity)) * block_size / max(1, num_tokens)
 
 
-COLUMNS = ("write policy", "eviction", "hit rate", "device", "host", "blocks out", "per host hit", "p50 us", "p99 us")
+NAMES = ("write policy", "eviction", "told")
+COLUMNS = (*NAMES, "hit rate", "device", "host", "blocks out", "per host hit", "p50 us", "p99 us")
 
 
 def comparison_table(result: dict[str, Any]) -> str:
@@ -109,14 +121,14 @@ def comparison_table(result: dict[str, Any]) -> str:
 def _section(at: dict[str, Any]) -> str:
     rows = [COLUMNS, *(_row(run) for run in at["runs"])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    bound = "" if at["clairvoyant"] is None else f", a clairvoyant one {at['clairvoyant']:.1%}"
+    bound = "" if at["clairvoyant"] is None else f", a clairvoyant one {at['clairvoyant']:.1%} (copies not counted)"
     refused = f", {at['requests_too_long']:,} longer than the device tier" if at["requests_too_long"] else ""
     lines = [
         f"{at['device_blocks']:,} device + {at['host_blocks']:,} host blocks, {at['requests']:,} requests{refused}",
         f"one LRU tier of both together hits {at['one_lru_tier']:.1%}{bound}",
     ]
     for row in rows:
-        cells = [f"{cell:{'<' if column < 2 else '>'}{widths[column]}}" for column, cell in enumerate(row)]
+        cells = [f"{cell:{'<' if column < len(NAMES) else '>'}{widths[column]}}" for column, cell in enumerate(row)]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -126,6 +138,7 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
     return (
         options["write_policy"] if options["host_blocks"] else "-",
         options["eviction_policy"],
+        options["told"],
         *(f"{hit[name]:.1%}" for name in ("total", "device", "host")),
         f"{run['blocks_swapped_out']:,}",
         "-" if per_hit is None else f"{per_hit:.1f}",

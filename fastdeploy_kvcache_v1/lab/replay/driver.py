@@ -1,4 +1,7 @@
-"""Plays a trace against a CacheManager like an engine: several admissions per step, a window of open requests."""
+"""Plays a trace against a CacheManager like an engine: several admissions per step, a window of open requests.
+
+The manager's time is the trace's: the timestamp of the last admitted request.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from time import perf_counter
 
 from ...config import KVCacheConfig
 from ...contract.messages import NoSpace
+from ...contract.sessions import LAST_TURN, session_hint
 from ...errors import ConfigError, InvariantError
 from ...scheduler.block_hashing import GivenHashes
 from ...scheduler.cache_manager import CacheManager
@@ -22,6 +26,17 @@ STEPS_BETWEEN_CHECKS = 1000
 
 MAX_BLOCKS = 1 << 26
 """Limit of a tier, whose free list takes 3 GB then."""
+
+
+TOLD = {
+    "trace": "what its lines name and tell",
+    "unnamed": "nothing",
+    "none": "which session a request belongs to, never when it returns",
+    "last": "also which turn is the last one",
+    "all": "also when each session returns",
+    "lies": "the contrary of the truth: ended sessions return at once, all others have ended",
+}
+"""Names of what clients tell."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,10 @@ class ReplayOptions:
     step_ms: float = 30.0
     """Simulated milliseconds of a step in a closed loop."""
 
+    told: str = "trace"
+    """See `told.py`: a name of `TOLD`."""
+    told_error: float = 1.0
+    """Times of return are multiplied or divided by it, at random."""
     max_input_tokens: int | None = None
     """Longer prompts are refused; None: prompts that an empty device tier cannot hold."""
 
@@ -53,9 +72,23 @@ class ReplayOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.step_ms < float("inf"):
             raise ConfigError(f"--step-ms must be above 0, got {self.step_ms}")
+        if self.told not in TOLD:
+            raise ConfigError(f"--told must be one of {', '.join(TOLD)}, got {self.told!r}")
+        if not 1 <= self.told_error < float("inf"):
+            raise ConfigError(f"--told-error must be a factor of at least 1, got {self.told_error}")
         for tier, num_blocks in (("device", self.config.num_device_blocks), ("host", self.config.num_host_blocks)):
             if num_blocks > MAX_BLOCKS:
                 raise ConfigError(f"--{tier}-blocks must be at most {MAX_BLOCKS}, got {num_blocks}")
+
+    def service_ms(self, request: TraceRequest) -> float:
+        """Simulated time of a request. In an open loop it takes none."""
+        return max(1, request.output_length) * self.step_ms if self.closed_loop else 0.0
+
+    def delay_ms(self, request: TraceRequest, following: TraceRequest) -> float:
+        """From the end of a request to the next one of its session."""
+        if self.closed_loop and following.delay_ms is not None:
+            return following.delay_ms
+        return max(0.0, following.timestamp_ms - request.timestamp_ms - self.service_ms(request))
 
 
 @dataclass
@@ -80,7 +113,8 @@ class Replay:
 
     def __init__(self, options: ReplayOptions) -> None:
         self.options = options
-        self.manager = CacheManager(options.config)
+        self.now_ms = 0.0
+        self.manager = CacheManager(options.config, self.clock)
         self.hasher = TraceHasher(options.config.block_size)
         self.request_seconds = array("d")
         """match + allocate + commit + finish of each finished request."""
@@ -102,6 +136,10 @@ class Replay:
         """Waiting requests, the next one first; empty at the end of the trace."""
         self._open: OrderedDict[str, ReplayedRequest] = OrderedDict()
         self._generating: list[ReplayedRequest] = []
+
+    def clock(self) -> float:
+        """Seconds of the trace."""
+        return self.now_ms / 1000
 
     def run(self, requests: Iterable[TraceRequest]) -> None:
         """Play and finish all `requests`. Raises `InvariantError` for an error or a leak in the manager."""
@@ -137,7 +175,8 @@ class Replay:
         if not self._fits(request.input_length) or (most is not None and request.input_length > most):
             self.num_too_long += 1
             return False
-        sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length)
+        session = session_hint(request.session, return_in_s=request.return_in_s)
+        sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length, session)
         self._line.append(ReplayedRequest(f"line-{request.line}", request, sequence))
         return True
 
@@ -160,6 +199,7 @@ class Replay:
         """Match and allocate. False, without a change, if the window is full or blocks lack."""
         if len(self._open) >= self.options.window:
             return False
+        self._arrive(opened.request)
         begin = perf_counter()
         match = self.manager.match_prefix(opened.request_id, opened.sequence)
         allocation = self.manager.allocate(opened.request_id, opened.request.input_length)
@@ -178,6 +218,16 @@ class Replay:
             opened.shadow = ShadowRequest(opened.request_id)
             opened.shadow.plan(self.manager.block_table(opened.request_id), opened.sequence.hashes, match.num_blocks)
         return True
+
+    def _arrive(self, request: TraceRequest) -> None:
+        self.now_ms = max(self.now_ms, request.timestamp_ms)
+
+    def _told_at_end(self, opened: ReplayedRequest) -> float | None:
+        """Seconds from now to the return that its client told. An open loop ends requests late."""
+        told = opened.request.return_in_s
+        if told is None or told == LAST_TURN:
+            return told
+        return max(0.0, told - (self.now_ms - opened.request.timestamp_ms) / 1000)
 
     def _grow_outputs(self) -> list[ReplayedRequest]:
         """Let the requests of the last step compute all their output tokens in one step."""
@@ -242,6 +292,8 @@ class Replay:
 
     def _finish(self, opened: ReplayedRequest) -> None:
         del self._open[opened.request_id]
+        sequence = opened.sequence
+        sequence.session = sequence.session._replace(return_in_s=self._told_at_end(opened))
         begin = perf_counter()
         self.manager.finish(opened.request_id)
         self.request_seconds.append(opened.seconds + perf_counter() - begin)

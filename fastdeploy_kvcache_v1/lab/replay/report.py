@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
+from tqdm import tqdm
+
 from .closed_loop import ClosedLoop
 from .driver import Replay, ReplayOptions
+from .told import as_told
 from .trace import TraceRequest
 
-SHOWN_OPTIONS = ("window", "admissions_per_step", "waiting", "outputs", "verify", "closed_loop", "step_ms")
+SHOWN_OPTIONS = (
+    *("window", "admissions_per_step", "waiting", "outputs", "verify"),
+    *("closed_loop", "step_ms", "told", "told_error"),
+)
 
 
-def play(options: ReplayOptions, requests: Iterable[TraceRequest]) -> dict[str, Any]:
-    """The `summary` of a run over all `requests`. Raises `InvariantError` for an error in the manager."""
+def play(options: ReplayOptions, requests: Sequence[TraceRequest], *, bar: bool = False) -> dict[str, Any]:
+    """The `summary` of a run over all `requests`; `bar` shows progress in a terminal.
+
+    Raises `InvariantError` for an error in the manager.
+    """
     replay = ClosedLoop(options) if options.closed_loop else Replay(options)
     begin = perf_counter()
-    replay.run(requests)
+    replay.run(tqdm(as_told(requests, options), unit="request", disable=None if bar else True, leave=False))
     return summary(replay, perf_counter() - begin)
 
 

@@ -5,8 +5,9 @@ names `tokens_per_id` tokens of the prompt and all tokens before them. Without t
 16 as in Qwen-Bailian's. Some formats name a last partial id too.
 
 Optional fields: `output_hash_ids` go on from the prompt's last full id through the output. `session_id` is the same in
-all lines of a session, and `delay` the milliseconds since the end of the turn before (Mooncake's). `chat_id` and
-`parent_chat_id`, -1 for a first turn, are Qwen-Bailian's, whose timestamps are in seconds.
+all lines of a session, and `delay` the milliseconds since the end of the turn before (Mooncake's). `return_in_s` is
+what the client told: seconds from the end of this answer to its session's next request, or -1 for the last one.
+`chat_id` and `parent_chat_id`, -1 for a first turn, are Qwen-Bailian's, whose timestamps are in seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
+from ...contract.sessions import checked_return
 from ...errors import ConfigError, TraceError
 
 SIZES = (512, 16)
@@ -45,12 +47,16 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     session_id: Name | None = None
     delay_ms: Time | None = field(default=None, name="delay")
     """From the end of the turn before to this one, if the trace has it."""
+    return_in_s: float | None = None
+    """Told by the client."""
     chat_id: Name | None = None
     parent_chat_id: Name | None = None
     line: int = field(default=0, name="#line")
-    """1-based line number. Not read from the line, like the next field."""
+    """1-based line number. Not read from the line, like the next fields."""
     after: int | None = field(default=None, name="#after")
     """Line of the turn before, if it is in the trace."""
+    session: str | None = field(default=None, name="#session")
+    """Name of the session; that of a chat is its first `chat_id`."""
 
     @property
     def num_full_ids(self) -> int:
@@ -68,7 +74,7 @@ def read_trace(path: Path, limit: int | None = None, *, tokens_per_id: int | Non
         raise ConfigError(f"--tokens-per-id must be at least 1, got {tokens_per_id}")
     sizes: Sequence[int] = () if tokens_per_id is None else (tokens_per_id,)
     requests: list[TraceRequest] = []
-    last: dict[tuple[str, Name], int] = {}
+    last: dict[tuple[str, Name], TraceRequest] = {}
     number = 0
     try:
         with open(path, "rb") as file:
@@ -116,17 +122,24 @@ def _either(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes))
 
 
-def _place(request: TraceRequest, number: int, last: dict[tuple[str, Name], int]) -> None:
+def _place(request: TraceRequest, number: int, last: dict[tuple[str, Name], TraceRequest]) -> None:
     """Set the values that depend on its line number, and on the last lines of sessions and chats."""
     request.line = number
+    before = None
+    if request.return_in_s is not None:
+        checked_return(request.return_in_s)
     if request.session_id is not None:
-        request.after = last.get(("session", request.session_id))
-        last["session", request.session_id] = number
+        request.session = str(request.session_id)
+        before = last.get(("session", request.session_id))
+        last["session", request.session_id] = request
     if request.chat_id is not None:
         request.timestamp_ms *= 1000
+        request.session = str(request.chat_id)
         if request.parent_chat_id not in (None, -1):
-            request.after = last.get(("chat", request.parent_chat_id))
-        last["chat", request.chat_id] = number
+            before = last.get(("chat", request.parent_chat_id))
+        last["chat", request.chat_id] = request
+    if before is not None:
+        request.after, request.session = before.line, before.session
 
 
 def _check_outputs(request: TraceRequest) -> None:

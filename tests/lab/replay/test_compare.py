@@ -79,8 +79,18 @@ def test_the_table_has_a_line_per_run_below_the_bounds(comparison):
         assert ("longer than the device tier" in sizes) == (at["requests_too_long"] > 0)
         assert f"hits {at['one_lru_tier']:.1%}, a clairvoyant one {at['clairvoyant']:.1%}" in bounds
         runs = [(run["options"], f"{run['hit_rate']['total']:.1%}") for run in at["runs"]]
-        first = [[own["write_policy"] if at["host_blocks"] else "-", own["eviction_policy"], hit] for own, hit in runs]
-        assert [row.split()[:3] for row in rows] == first
+        first = [
+            [own["write_policy"] if at["host_blocks"] else "-", own["eviction_policy"], own["told"], hit]
+            for own, hit in runs
+        ]
+        assert [row.split()[:4] for row in rows] == first
+
+
+def test_adaptive_is_played_for_each_told_name_and_lru_once(synthetic_trace):
+    words = ("--compare", "--limit", "50", "--policies", "auto,adaptive,lru", "--told", "none,all", *SIZES)
+    for at in result_of(str(synthetic_trace), *words)["capacities"]:
+        played = [(run["options"]["eviction_policy"], run["options"]["told"]) for run in at["runs"]]
+        assert sorted(played) == [("adaptive", "all"), ("adaptive", "none"), ("lru", "none")]
 
 
 def test_a_closed_loop_has_no_bound(tmp_path):

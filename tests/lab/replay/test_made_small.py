@@ -25,7 +25,7 @@ def counters(trace, device, host, made_with):
     config = KVCacheConfig(device, host, max_queued_events=0)
     replay = Replay(ReplayOptions(config, window=8, admissions_per_step=1))
     if made_with is not None:
-        replay.manager = CacheManager(replace(config, num_device_blocks=made_with))
+        replay.manager = CacheManager(replace(config, num_device_blocks=made_with), replay.clock)
         replay.manager.resize_device_pool(device)
     replay.run(read_trace(trace))
     return replay.manager.stats().counters

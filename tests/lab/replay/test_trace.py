@@ -69,6 +69,8 @@ def test_limit_reads_no_further(tmp_path):
         ({"timestamp": 0}, "missing required field `input_length`"),
         ({**GOOD, "delay": -1}, "$.delay"),
         ({**GOOD, "session_id": 1.5}, "$.session_id"),
+        ({**GOOD, "return_in_s": "soon"}, "$.return_in_s"),
+        ({**GOOD, "return_in_s": -2}, "return_in_s must be a number of seconds from 0 to 2592000, or -1"),
         ({**GOOD, "chat_id": 3, "parent_chat_id": []}, "$.parent_chat_id"),
         ({**GOOD, "tokens_per_id": 0}, "$.tokens_per_id"),
         ({**GOOD, "tokens_per_id": 64}, "tokens_per_id is 64, and 512 was given or fits the lines before"),
