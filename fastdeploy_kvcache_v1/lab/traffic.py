@@ -106,6 +106,8 @@ class Turn(NamedTuple):
     """Prompt and output."""
     pause_ms: int | None = None
     """From the end of the turn before to this one; None for a first turn."""
+    subagent: int = 0
+    """Number of the session's subagent that sends it, 0 for the session itself."""
 
 
 def conversation(
@@ -123,19 +125,21 @@ def interleaved(source: Source, sessions_per_second: float, session: Callable[[]
     """Endless lines in the order of arrival. Sessions begin at random; pauses separate turns."""
     starts = source.times_ms(sessions_per_second)
     next_start, numbers = next(starts), count()
-    waiting: list[tuple[float, int, Turn, Iterator[Turn]]] = []
+    waiting: list[tuple[float, int, Turn, Iterator[Turn], dict[int, float]]] = []
+    """Heap by the next turn's time and the session's number, with the last ends of the session and its subagents."""
     while True:
         while not waiting or next_start <= waiting[0][0]:
             turns = session()
-            heapq.heappush(waiting, (next_start, next(numbers), next(turns), turns))
+            heapq.heappush(waiting, (next_start, next(numbers), next(turns), turns, {}))
             next_start = next(starts)
-        now, number, turn, turns = heapq.heappop(waiting)
-        delay = {} if turn.pause_ms is None else {"delay": turn.pause_ms}
-        yield source.line(now, turn.prompt, turn.output_length, whole=turn.whole) | {"session_id": number} | delay
+        now, number, turn, turns, ends = heapq.heappop(waiting)
+        name = f"{number}.{turn.subagent}" if turn.subagent else number
+        delay = {"delay": round(now - ends[turn.subagent])} if turn.subagent in ends else {}
+        yield source.line(now, turn.prompt, turn.output_length, whole=turn.whole) | {"session_id": name} | delay
+        ends[turn.subagent] = end = now + turn.output_length * MS_PER_TOKEN
         following = next(turns, None)
         if following is not None:
-            begin = now + turn.output_length * MS_PER_TOKEN + (following.pause_ms or 0)
-            heapq.heappush(waiting, (begin, number, following, turns))
+            heapq.heappush(waiting, (end + (following.pause_ms or 0), number, following, turns, ends))
 
 
 def scan(source: Source, shape: Shape) -> Iterator[Line]:
@@ -186,6 +190,44 @@ def agents(source: Source, shape: Shape) -> Iterator[Line]:
     return interleaved(source, shape.rate / mean_calls, session)
 
 
+def sessions(source: Source, shape: Shape) -> Iterator[Line]:
+    """Agents that work for minutes to hours, from the middle of their day on: older sessions go on at the first line.
+
+    One session in five ends after its first answer; the median is 43 turns. A turn comes seconds after the answer, when
+    a tool is done; one in twelve comes minutes after it, from a person. 44 % of the sessions send subagents, one at a
+    time, while they wait. A session and its subagents have instructions and tools that they share with others. A prompt
+    above 100,000 tokens is summed up: the next one repeats nothing but the instructions.
+    """
+    requests_per_session, warm_up_ms, most_tokens = 70, 3_600_000, 100_000
+    tools, subagent_tools = (source.popular(source.documents(shape)) for _ in range(2))
+    dice = source.random
+
+    def agent(instructions: Prompt, num_turns: int) -> Iterator[Turn]:
+        while num_turns > 0:
+            first = source.longer(instructions, source.about(800))
+            turns = conversation(source, first, num_turns=num_turns, output_tokens=150, more_tokens=350, pause_ms=0)
+            for turn in turns:
+                if turn.prompt.length > most_tokens:
+                    break
+                num_turns -= 1
+                median_ms = 180_000 if dice.random() < 1 / 12 else 3_000
+                yield turn._replace(pause_ms=source.about(median_ms, spread=1.0))
+
+    def session() -> Iterator[Turn]:
+        num_turns = 1 if dice.random() < 0.2 else min(400, 1 + source.about(56, spread=0.9))
+        sends = num_turns > 1 and dice.random() < 0.44 / 0.8
+        sent_after = dice.choices(range(1, num_turns), k=dice.randint(1, 4)) if sends else []
+        subagents = count(1)
+        for number, turn in enumerate(agent(tools(), num_turns), 1):
+            yield turn
+            for subagent in islice(subagents, sent_after.count(number)):
+                yield from (each._replace(subagent=subagent) for each in agent(subagent_tools(), source.about(12)))
+
+    for line in interleaved(source, shape.rate / requests_per_session, session):
+        if line["timestamp"] >= warm_up_ms:
+            yield line | {"timestamp": line["timestamp"] - warm_up_ms}
+
+
 def shifting(source: Source, shape: Shape) -> Iterator[Line]:
     """Popular documents change each five minutes. Each use has a new question."""
     period_ms, period = 300_000, 0
@@ -229,6 +271,9 @@ KINDS = {
     "hot": Kind(hot, Shape(10, 6_000, 1), "one system prompt of TOKENS, short questions that evict it if they may"),
     "chat": Kind(chat, Shape(6, 900, 3), "conversations that begin with TOKENS, ITEMS system prompts, slow turns"),
     "agents": Kind(agents, Shape(6, 6_000, 40), "sessions of quick calls, which share ITEMS instructions of TOKENS"),
+    "sessions": Kind(
+        sessions, Shape(1, 10_000, 5), "long sessions of agents with subagents, pauses, and ITEMS tool sets of TOKENS"
+    ),
     "shifting": Kind(
         shifting,
         Shape(4, 4_000, 600),

@@ -53,7 +53,7 @@ def test_a_kind_writes_what_replay_reads_in_the_order_of_arrival(traces, name):
     assert times == sorted(times)
     seconds = times[-1] / 1000
     assert 0.5 < COUNT / KINDS[name].shape.rate / seconds < 2
-    assert any(request.after for request in requests) == (name in WITH_SESSIONS)
+    assert any(request.after for request in requests) == (name in (*WITH_SESSIONS, "sessions"))
 
 
 DIGESTS = {
@@ -62,6 +62,7 @@ DIGESTS = {
     "hot": "e71128358b71b44d",
     "chat": "e008ef4cfe4979ea",
     "agents": "e39290f26e950652",
+    "sessions": "9389d42407ded220",
     "shifting": "ff7a711ed9ab1366",
     "batch": "00df60ed8af4f4f7",
 }
@@ -125,6 +126,55 @@ def test_a_turn_holds_all_before_it_and_comes_after_a_pause(name):
             assert turn["hash_ids"][: len(known)] == known
             assert turn["input_length"] > before["input_length"] + before["output_length"]
             assert abs(turn["timestamp"] - before["timestamp"] - 30 * before["output_length"] - turn["delay"]) <= 1
+
+
+@pytest.fixture(scope="module")
+def agent_sessions():
+    """Lines by session, of 10,000 requests; those of subagents have names with a dot."""
+    found = defaultdict(list)
+    for line in lines_of("sessions", 10_000):
+        found[str(line["session_id"])].append(line)
+    return found
+
+
+def test_agent_sessions_have_the_lengths_and_subagents_of_the_description(agent_sessions):
+    begun = [name for name, turns in agent_sessions.items() if "delay" not in turns[0] and "." not in name]
+    early = [name for name in begun if agent_sessions[name][0]["timestamp"] < 4_000_000]
+    turns = sorted(len(agent_sessions[name]) for name in early)
+    assert len(turns) > 40
+    assert 30 < turns[len(turns) // 2] < 60
+    assert 0.1 < turns.count(1) / len(turns) < 0.3
+    senders = {name.split(".")[0] for name in agent_sessions if "." in name}
+    assert 0.34 < len(senders.intersection(early)) / len(early) < 0.54
+    assert all(len(agent_sessions[name]) > 1 for name in senders.intersection(early))
+
+
+def test_agent_turns_come_seconds_or_minutes_after_the_one_before(agent_sessions):
+    alone = [turns for name, turns in agent_sessions.items() if f"{name}.1" not in agent_sessions]
+    delays = sorted(line["delay"] for turns in alone for line in turns if "delay" in line)
+    assert 2_000 < delays[len(delays) // 2] < 5_000
+    assert 0.05 < sum(delay > 60_000 for delay in delays) / len(delays) < 0.1
+
+
+def test_a_session_waits_while_its_subagent_works(agent_sessions):
+    subagents = {name: turns for name, turns in agent_sessions.items() if "." in name}
+    assert len(subagents) > 100
+    for name, turns in subagents.items():
+        times = [line["timestamp"] for line in agent_sessions.get(name.split(".")[0], ())]
+        assert not any(turns[0]["timestamp"] < time < turns[-1]["timestamp"] for time in times)
+
+
+def test_an_agents_turn_repeats_all_before_it_or_sums_up_what_is_too_long(agent_sessions):
+    num_summed_up = 0
+    for turns in agent_sessions.values():
+        for before, turn in pairwise(turns):
+            known = before["hash_ids"][: before["input_length"] // 64] + before["output_hash_ids"]
+            if turn["hash_ids"][: len(known)] != known:
+                assert before["input_length"] > 80_000 > 40_000 > turn["input_length"]
+                assert turn["hash_ids"][:20] == known[:20], "the instructions"
+                num_summed_up += 1
+    assert num_summed_up > 10
+    assert len({turns[0]["hash_ids"][0] for turns in agent_sessions.values()}) <= 2 * KINDS["sessions"].shape.items
 
 
 def test_what_is_popular_changes():
