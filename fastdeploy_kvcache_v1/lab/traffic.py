@@ -272,7 +272,7 @@ KINDS = {
     "chat": Kind(chat, Shape(6, 900, 3), "conversations that begin with TOKENS, ITEMS system prompts, slow turns"),
     "agents": Kind(agents, Shape(6, 6_000, 40), "sessions of quick calls, which share ITEMS instructions of TOKENS"),
     "sessions": Kind(
-        sessions, Shape(1, 10_000, 5), "long sessions of agents with subagents, pauses, and ITEMS tool sets of TOKENS"
+        sessions, Shape(3, 10_000, 5), "long sessions of agents with subagents, pauses, and ITEMS tool sets of TOKENS"
     ),
     "shifting": Kind(
         shifting,

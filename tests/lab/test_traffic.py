@@ -62,7 +62,7 @@ DIGESTS = {
     "hot": "e71128358b71b44d",
     "chat": "e008ef4cfe4979ea",
     "agents": "e39290f26e950652",
-    "sessions": "9389d42407ded220",
+    "sessions": "6db5b61177826666",
     "shifting": "ff7a711ed9ab1366",
     "batch": "00df60ed8af4f4f7",
 }
@@ -132,7 +132,7 @@ def test_a_turn_holds_all_before_it_and_comes_after_a_pause(name):
 def agent_sessions():
     """Lines by session, of 10,000 requests; those of subagents have names with a dot."""
     found = defaultdict(list)
-    for line in lines_of("sessions", 10_000):
+    for line in lines_of("sessions", 10_000, rate=1, tokens=10_000, items=5):
         found[str(line["session_id"])].append(line)
     return found
 
