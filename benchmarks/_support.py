@@ -15,6 +15,7 @@ import platform
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -225,9 +226,9 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def made_small(config: KVCacheConfig) -> CacheManager:
+def made_small(config: KVCacheConfig, clock: Callable[[], float] = time.monotonic) -> CacheManager:
     """A manager of `config`, made with `BEFORE_PROFILING` device blocks and resized, as FastDeploy does."""
-    manager = CacheManager(replace(config, num_device_blocks=BEFORE_PROFILING))
+    manager = CacheManager(replace(config, num_device_blocks=BEFORE_PROFILING), clock)
     manager.resize_device_pool(config.num_device_blocks)
     return manager
 

@@ -51,6 +51,7 @@ def compare(requests: list[Request], device: int, host: int, window: int) -> dic
         rows[name] = {
             "median_us": 1e6 * median(contender.seconds),
             "ratio": median(contender.seconds) / median(base.seconds),
+            "ratio_of_means": sum(contender.seconds) / sum(base.seconds),
             "ratio_with_step": median(with_step[name]) / median(with_step["lru"]),
             "hit_tokens": counters.device_hit_tokens + counters.host_hit_tokens,
         }

@@ -85,6 +85,10 @@ PROGRAMS = {
             "policies", "Policies: shares of tokens that hit", 25, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
             TRACE,
         ),
+        Program(
+            "hits", "Hits by what clients tell", 12, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
+            f"{TRACE} [--agents FILE...] [--only PART]",
+        ),
         Program("eviction_time", "Cost of adaptive eviction", 3, ALONE, (*SCHEDULER, "lab/traffic.py"), TRACE),
         Program("growth", "Growth", 3, ALONE, SCHEDULER),
         Program("hashing", "Hashing", 1, ALONE, ("scheduler/block_hashing.py",)),

@@ -19,7 +19,7 @@ class Target(NamedTuple):
     unit: str = "x"
 
     def __str__(self) -> str:
-        bound = f"{self.bound:.0%}" if self.unit == "%" else f"{self.bound:g}{self.unit}"
+        bound = f"{100 * self.bound:.3g}%" if self.unit == "%" else f"{self.bound:g}{self.unit}"
         return f"{self.sign} {bound}"
 
     def is_met(self, number: float) -> bool:
@@ -152,6 +152,63 @@ def _policy(run: Result, host: int) -> tuple[str, str]:
         return f"`{run['eviction_policy']}`", f"{run['hit_share']:.1%}"
     copied = f"{run['blocks_out'] / 1e6:.2f} M blocks copied"
     return f"`{run['write_policy']}`, `{run['eviction_policy']}`", f"{run['hit_share']:.1%}, {copied}"
+
+
+HIT_TARGETS = {
+    ("Mooncake conversations", 1_000): {"untold": 0.077},
+    ("Mooncake conversations", 2_500): {"untold": 0.116},
+    ("Mooncake conversations", 5_000): {"untold": 0.16, "last turns": 0.27},
+    ("Mooncake conversations", 12_500): {"untold": 0.264},
+    ("Mooncake conversations", 20_000): {"untold": 0.25},
+    ("agents", 1_000): {"untold": 0.19, "every return": 0.29},
+    ("agents", 2_000): {"untold": 0.41, "every return": 0.57},
+    ("agents", 16_000): {"untold": 0.885},
+}
+"""By traffic and device blocks: shares of tokens that hit."""
+
+WRONG = ("wrong by 10", "lies")
+"""Claims that count for the least gain alone."""
+
+WAY_TARGETS = {"untold": 1 / 3, "every return": 0.9}
+"""Shares of the way from LRU to the bound, on generated sessions."""
+
+
+def hits(result: Result) -> Iterator[Table]:
+    """Shares of tokens that hit by what clients tell, never below those of LRU, and times."""
+    shares, small = list[Row](), list[Row]()
+    least: dict[str, tuple[float, str]] = {}
+    for case in result["cases"]:
+        device, traffic = case["device"], case["traffic"]
+        size = f"{device:,}" + (f" + {case['host']:,}" if case["host"] else "") + f" blocks of {case['block_size']}"
+        gain = min((100 * (found - case["lru"]), f"{size}, {told}") for told, found in case["shares"].items())
+        least[traffic] = min(gain, least.get(traffic, gain))
+        if case["made_small"] is not None:
+            points = 100 * abs(case["made_small"])
+            small.append(Row(f"{traffic}, {size}", f"{points:.2f} points", points, at_most(0.1, " points"), device))
+        if "lies" in case["shares"] or case["host"]:
+            shares += [_told(f"{traffic}, {size}", case, told) for told in case["shares"] if told not in WRONG]
+    yield Table("Shares by what clients tell", shares)
+    points = at_least(-0.3, " points")
+    yield Table("Least gain over LRU, wrong and false claims included", [
+        Row(name, f"{gain:+.2f} points ({where})", gain, points) for name, (gain, where) in least.items()
+    ])  # fmt: skip
+    yield Table("A manager made small and resized, against one made large", small)
+    yield Table("Time per request over LRU", [
+        ratio(f"{int(device):,} blocks, {kind}", times[key], at_most(1.25), device_blocks=int(device))
+        for device, times in result["times"].items() for kind, key in (("median", "ratio"), ("mean", "ratio_of_means"))
+    ])  # fmt: skip
+
+
+def _told(name: str, case: Result, told: str) -> Row:
+    found, lru, bound = case["shares"][told], case["lru"], case["bound"]
+    way = (found - lru) / (bound - lru) if bound > lru else 1.0
+    value = f"{found:.1%}, {way:.0%} of the way from LRU's {lru:.1%} to the bound, {bound:.1%}"
+    if "percent_of_live" in case:
+        name = f"{name} ({case['percent_of_live']}% of the live sessions)"
+        number, target = way, WAY_TARGETS.get(told)
+    else:
+        number, target = round(found, 3), HIT_TARGETS.get((case["traffic"].split(",")[0], case["device"]), {}).get(told)
+    return Row(f"{name}: {told}", value, number, None if target is None else at_least(target, "%"), case["device"])
 
 
 def overlay_scheduler(result: Result) -> Iterator[Row]:
@@ -298,9 +355,9 @@ def load_or_compute_stored(result: Result) -> Iterator[Row]:
 ROWS: dict[str, Callable[[Result], Iterator[Row] | Iterator[Table]]] = {
     each.__name__: each
     for each in (
-        control_plane, policies, eviction_time, growth, hashing, import_time, overlay_scheduler, worker_steps, copy_ops,
-        first_touch, server, cpu_model, storage, storage_server, load_or_compute_stored, storage_mooncake, transfer,
-        transfer_overlap, roles,
+        control_plane, policies, hits, eviction_time, growth, hashing, import_time, overlay_scheduler, worker_steps,
+        copy_ops, first_touch, server, cpu_model, storage, storage_server, load_or_compute_stored, storage_mooncake,
+        transfer, transfer_overlap, roles,
     )
 }  # fmt: skip
 
