@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies", metavar="NAMES", help="with --compare: only these write and eviction policies, with commas"
     )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="with --compare: draw hit rate over size as SVG into this file"
-    )
+    for flag, kind in (("--picture", "as SVG"), ("--html", "on a page with the tables")):
+        text = f"with --compare: draw hit rate over size {kind} into this file"
+        parser.add_argument(flag, type=Path, metavar="FILE", help=text)
     switch("--json", "print the result as JSON")
 
 
@@ -101,22 +101,25 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         played = policies(args.policies)
         capacities = [Capacity(device, host) for device in args.device_blocks for host in args.host_blocks]
+        comparison = Comparison(requests, options, *played, args.told)
+        if args.picture or args.html:
+            curve.check(comparison.most_runs(capacities), len(capacities))
+        result, shown = comparison.run(capacities), comparison_table
         if args.picture is not None:
-            curve.check(len(played[0]) * len(played[1]), len(capacities))
-        result, shown = Comparison(requests, options, *played, args.told).run(capacities), comparison_table
-        if args.picture is not None:
-            _write(args.picture, curve.drawn(result))
+            _write("--picture", args.picture, curve.drawn(result))
+        if args.html is not None:
+            _write("--html", args.html, curve.page(result))
     else:
         result, shown = play(options, requests, bar=True), table
     print(json.dumps(result, indent=2) if args.json else shown(result))
     return 0
 
 
-def _write(path: Path, text: str) -> None:
+def _write(flag: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -135,7 +138,8 @@ def _refuse(args: argparse.Namespace) -> None:
         if len(given := getattr(args, flag)) > 1:
             name, values = flag.replace("_", "-"), ",".join(map(str, given))
             raise ConfigError(f"--{name} takes several values with --compare only, got {values}")
-    if args.picture is not None:
-        raise ConfigError("--picture needs --compare and several sizes")
+    for flag in ("picture", "html"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag} needs --compare and several sizes")
     if args.policies is not None:
         raise ConfigError("--policies needs --compare: otherwise use --write-policy and --eviction-policy")

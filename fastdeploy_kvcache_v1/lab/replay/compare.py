@@ -61,9 +61,16 @@ class Comparison:
 
     def run(self, capacities: Sequence[Capacity]) -> dict[str, Any]:
         """JSON-ready: the bounds of each capacity, and the `report.summary` of each run. Raises like the runs."""
-        total = sum(len(list(self._variants(each))) + 1 for each in capacities)
+        total = sum(self._num_runs(each) + 1 for each in capacities)
         with tqdm(total=total, unit="run", disable=None, leave=False) as bar:
             return {"capacities": [self._at(capacity, bar) for capacity in capacities]}
+
+    def most_runs(self, capacities: Sequence[Capacity]) -> int:
+        """Runs at one capacity."""
+        return max(map(self._num_runs, capacities))
+
+    def _num_runs(self, capacity: Capacity) -> int:
+        return len(list(self._variants(capacity)))
 
     def _at(self, capacity: Capacity, bar: tqdm[Any]) -> dict[str, Any]:
         """Results at one capacity. The one large tier refuses the same requests as the device tier."""

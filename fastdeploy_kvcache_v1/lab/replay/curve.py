@@ -1,4 +1,4 @@
-"""A picture of a comparison: hit rate over the blocks of both tiers, as SVG."""
+"""A picture of a comparison: hit rate over the blocks of both tiers, as SVG, or as a page with its tables."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 from ...errors import ConfigError
 from ...telemetry.drawing import STYLE, Figure, ticks
+from .compare import comparison_table
 
 COLOURS = ("document", "chat", "device", "host")
-"""Of the pairs of policies, which a picture has up to so many of."""
+"""Of the lines of played policies, which a picture has up to so many of."""
 
+TITLE = "Hit rate over the blocks of both tiers"
 WIDTH, HEIGHT, LEGEND = 720, 400, 20
 """Of the plot with its labels, and the height of a line of the legend."""
 LEFT, END, TOP, FLOOR = 60, 690, 40, 340
@@ -26,19 +28,27 @@ class Line(NamedTuple):
     dashes: str = ""
 
 
-def check(num_pairs: int, num_sizes: int) -> None:
+def check(num_lines: int, num_sizes: int) -> None:
     """Raises `ConfigError` for a comparison that one picture cannot show."""
-    if num_pairs > len(COLOURS):
+    if num_lines > len(COLOURS):
         raise ConfigError(
-            f"--picture shows up to {len(COLOURS)} pairs of policies, got {num_pairs}: choose with --policies, "
+            f"a picture shows up to {len(COLOURS)} lines of policies, got {num_lines}: choose with --policies, "
             "auto,adaptive,lru for example"
         )
     if num_sizes < 2:
-        raise ConfigError("--picture needs several sizes: give --host-blocks several numbers, 0,1000,2000 for example")
+        raise ConfigError("a picture needs several sizes: give --host-blocks several numbers, 0,1000,2000 for example")
+
+
+def page(result: dict[str, Any]) -> str:
+    """A page that needs no other file: the picture and the tables of a `Comparison.run`."""
+    style = "body{margin:24px;background:var(--paper);color:var(--ink)}pre{overflow-x:auto}"
+    head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{style}</style>'
+    body = f"{drawn(result)}<pre>{escape(comparison_table(result))}</pre>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
 def drawn(result: dict[str, Any]) -> str:
-    """The SVG of a `Comparison.run`: a line per pair of policies, the clairvoyant bound, one LRU tier."""
+    """The SVG of a `Comparison.run`: a line per pair of policies and told name, the clairvoyant bound, one LRU tier."""
     lines = list(_lines(result))
     most = max(blocks for line in lines for blocks, _ in line.points)
     best = max(0.01, *(rate for line in lines for _, rate in line.points))
@@ -59,7 +69,7 @@ def drawn(result: dict[str, Any]) -> str:
         y = HEIGHT + number * LEGEND
         figure.elements += _drawn(line, [place(*point) for point in line.points], y)
         figure.text(LEFT + 42, y, line.name)
-    return figure.svg("Hit rate over the blocks of both tiers", STYLE) + "\n"
+    return figure.svg(TITLE, STYLE) + "\n"
 
 
 def _drawn(line: Line, spots: Sequence[tuple[float, float]], y: float) -> Iterator[str]:
@@ -82,15 +92,17 @@ def _lines(result: dict[str, Any]) -> Iterator[Line]:
     if sizes[0]["clairvoyant"] is not None:
         yield line("clairvoyant bound", [at["clairvoyant"] for at in sizes], "quiet", "2 4")
     yield line("one LRU tier of both sizes", [at["one_lru_tier"] for at in sizes], "quiet", "8 4")
-    for pair, colour in zip(dict.fromkeys(map(_pair, sizes[-1]["runs"])), COLOURS, strict=False):
-        rates = [next(run for run in at["runs"] if _fits(run, pair))["hit_rate"]["total"] for at in sizes]
-        yield line(" ".join(pair), rates, colour)
+    for played, colour in zip(dict.fromkeys(map(_played, sizes[-1]["runs"])), COLOURS, strict=False):
+        write, eviction, told = played
+        rates = [next(run for run in at["runs"] if _fits(run, played))["hit_rate"]["total"] for at in sizes]
+        yield line(f"{write} {eviction}" + ("" if told == "trace" else f", told: {told}"), rates, colour)
 
 
-def _fits(run: dict[str, Any], pair: tuple[str, str]) -> bool:
-    """Without a host tier only the eviction policy counts."""
-    return _pair(run) == pair or (not run["options"]["host_blocks"] and _pair(run)[1] == pair[1])
+def _fits(run: dict[str, Any], played: Sequence[str]) -> bool:
+    """Without a host tier write policies do not count."""
+    return _played(run) == played or (not run["options"]["host_blocks"] and _played(run)[1:] == played[1:])
 
 
-def _pair(run: dict[str, Any]) -> tuple[str, str]:
-    return run["options"]["write_policy"], run["options"]["eviction_policy"]
+def _played(run: dict[str, Any]) -> tuple[str, str, str]:
+    options = run["options"]
+    return options["write_policy"], options["eviction_policy"], options["told"]

@@ -3,6 +3,7 @@
 import re
 import shlex
 import xml.etree.ElementTree as ET
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def at(device, host, rates, *, clairvoyant=0.9, one=0.5):
     """A capacity, with a run for each of `rates`, by the policies of a pair."""
     runs = [
         {
-            "options": {"write_policy": write, "eviction_policy": eviction, "host_blocks": host},
+            "options": {"write_policy": write, "eviction_policy": eviction, "told": "trace", "host_blocks": host},
             "hit_rate": {"total": rate},
         }
         for (write, eviction), rate in rates.items()
@@ -83,12 +84,27 @@ def test_the_command_writes_the_picture_of_its_table(synthetic_trace, tmp_path, 
         assert spot.split(": ")[1].split()[0] in table
 
 
+def test_the_page_has_a_line_per_told_name_and_the_table(synthetic_trace, tmp_path, capsys):
+    path = tmp_path / "curve.html"
+    words = ["replay", str(synthetic_trace), "--compare", "--limit", "60", "--policies", "auto,adaptive,lru", *SIZES]
+    assert main([*words, "--told", "none,last,all", "--html", str(path)]) == 0
+    text = path.read_text()
+    picture = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
+    names = [f"auto adaptive, told: {told}" for told in ("none", "last", "all")]
+    assert [spot.rpartition(": ")[0] for spot in spots(picture)[4::2]] == [*names, "auto lru, told: none"]
+    assert unescape(text[text.index("<pre>") + 5 : text.index("</pre>")]) == capsys.readouterr().out.rstrip("\n")
+    assert not re.findall(r"(?:href|src)=|@import|url\(", text), "nothing to load"
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         (("--picture", "x.svg"), "--picture needs --compare and several sizes"),
-        (("--compare", *SIZES, "--picture", "x.svg"), "--picture shows up to 4 pairs of policies, got "),
-        (("--compare", "--policies", "auto,lru", "--picture", "x.svg"), "--picture needs several sizes: give"),
+        (("--compare", *SIZES, "--picture", "x.svg"), "a picture shows up to 4 lines of policies, got "),
+        (("--compare", "--policies", "auto,lru", "--picture", "x.svg"), "a picture needs several sizes: give"),
+        (("--html", "x.html"), "--html needs --compare and several sizes"),
+        (("--compare", "--policies", "auto,lru", "--html", "x.html"), "a picture needs several sizes: give"),
+        (("--compare", "--policies", "auto,lru", *SIZES, "--html", "no/x.html"), "--html no/x.html cannot be written"),
         (("--compare", "--policies", "auto,lru", *SIZES, "--picture", "no/x.svg"), "no/x.svg cannot be written: No su"),
     ],
 )
