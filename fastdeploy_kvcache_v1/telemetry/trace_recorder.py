@@ -1,7 +1,7 @@
 """TraceRecorder: writes the requests of a server as a trace for `fastdeploy-kvcache replay`, without tokens or text.
 
-Blocks and users are named by hashes under a random key, one per file, that is stored nowhere. A reader of the file sees
-which prompts have a common beginning, but cannot test guesses of their text.
+Blocks and sessions are named by hashes under a random key, one per file, that is stored nowhere. A reader of the file
+sees which prompts have a common beginning, but cannot test guesses of their text.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class _Ended:
     hashes: Sequence[bytes] | None = None
     input_length: int = 0
     output_length: int = 0
-    session: str | None = None
+    session: bytes = b""
+    return_in_s: float | None = None
 
 
 @source("trace recorder")
@@ -117,14 +118,16 @@ class TraceRecorder:
         hashes: Sequence[bytes],
         input_length: int,
         output_length: int,
-        session: str | None = None,
+        session: bytes = b"",
+        return_in_s: float | None = None,
     ) -> None:
         """Record the end of a request. `hashes`: of its full blocks, output included; it may grow meanwhile. The KV of
-        the last output token was not computed. O(blocks).
+        the last output token was not computed. `session` and `return_in_s` as in a `SessionHint`. O(blocks).
         """
         num_blocks = (input_length + max(0, output_length - 1)) // self._block_size
         known = hashes[:num_blocks]
-        self._put(_Ended(ticket, time.monotonic(), known, input_length, output_length, session), len(known))
+        item = _Ended(ticket, time.monotonic(), known, input_length, output_length, session, return_in_s)
+        self._put(item, len(known))
 
     def left(self, ticket: Ticket) -> None:
         """Record that a request left before any of it was computed."""
@@ -201,6 +204,7 @@ class TraceRecorder:
             "hash_ids": prompt,
             **({"output_hash_ids": names[num_full:]} if len(names) > num_full else {}),
             **self._turn(item),
+            **({} if item.return_in_s is None else {"return_in_s": item.return_in_s}),
         }
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
@@ -214,10 +218,9 @@ class TraceRecorder:
         """Make the fields of a turn of a session. A turn that began before the previous one ended has none. `MOMENT_S`
         is tolerated: a client can have the answer before the server has ended the request.
         """
-        if item.session is None:
+        if not item.session:
             return {}
-        digest = blake2b(item.session.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES, key=self._key)
-        name = digest.hexdigest()
+        name = blake2b(item.session, digest_size=NAME_BYTES, key=self._key).hexdigest()
         before_s = self._sessions.get(name)
         if before_s is not None and before_s > item.ticket.arrived_s + MOMENT_S:
             return {}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.contract.sessions import UNTOLD, session_hint
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.lab.replay.hashes import TraceHasher
 from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
@@ -42,11 +43,11 @@ def recorder(path):
     recorder.close()
 
 
-def record(recorder, tokens, *, prompt=None, session=None, ticket=None):
+def record(recorder, tokens, *, prompt=None, session=UNTOLD, ticket=None):
     """A request of these tokens, of which the first `prompt` are the prompt's."""
     prompt = len(tokens) if prompt is None else prompt
     ticket = recorder.arrived() if ticket is None else ticket
-    recorder.ended(ticket, hashes_of(*tokens), prompt, len(tokens) - prompt, session)
+    recorder.ended(ticket, hashes_of(*tokens), prompt, len(tokens) - prompt, session.name, session.return_in_s)
 
 
 def lines(path):
@@ -88,10 +89,11 @@ def test_names_tell_nothing_without_the_key(tmp_path):
     ids = []
     for name in ("one", "two"):
         recorder = TraceRecorder(tmp_path / name, BLOCK)
-        record(recorder, range(64), session="ada@example.org")
+        record(recorder, range(64), session=session_hint("ada@example.org"))
         recorder.close()
         assert "ada" not in (tmp_path / name).read_text()
         (line,) = lines(tmp_path / name)
+        assert session_hint("ada@example.org").name.hex()[:16] != line["session_id"]
         assert set(line) == {"timestamp", "tokens_per_id", "hash_ids", "session_id", "input_length", "output_length"}
         ids.append({*line["hash_ids"], line["session_id"]})
     assert len(ids[0] | ids[1]) == 2 * 5
@@ -215,7 +217,7 @@ def test_turns_of_a_user_follow_each_other_unless_they_overlap(clock, recorder, 
         clock.now = 1_000 + begin
         ticket = recorder.arrived()
         clock.now = 1_000 + end
-        record(recorder, range(40), session=user, ticket=ticket)
+        record(recorder, range(40), session=session_hint(user), ticket=ticket)
 
     ask(1, 3, "a")
     ask(3.5, 4, "b")
@@ -232,6 +234,18 @@ def test_turns_of_a_user_follow_each_other_unless_they_overlap(clock, recorder, 
     assert names[0] == names[2] == names[4] != names[1]
     assert names[3] is names[5] is None
     assert [request.after for request in read_trace(path)] == [None, None, 1, None, 3, None, 5]
+
+
+def test_sessions_are_told_apart_by_salt_and_told_times_are_kept(recorder, path):
+    told = [("a", b"", 2.5), ("a", b"s", 0.0), ("a", b"", -1.0), (None, b"", 30.0), ("a", b"", None)]
+    for name, salt, seconds in told:
+        record(recorder, range(20), session=session_hint(name, salt, seconds))
+    recorder.close()
+    found = [(line.get("session_id"), line.get("return_in_s")) for line in lines(path)]
+    assert [seconds for _, seconds in found] == [seconds for *_, seconds in told]
+    first, salted, again, unnamed, last = (name for name, _ in found)
+    assert first == again == last != salted
+    assert unnamed is None
 
 
 def test_an_age_moves_a_request_back(clock, recorder, path):

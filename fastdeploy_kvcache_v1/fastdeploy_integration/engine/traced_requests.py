@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any
 
+from ...contract.sessions import session_hint
 from ...telemetry.trace_recorder import Ticket, TraceRecorder
 from .task_tokens import TaskTokens
 
@@ -39,7 +40,7 @@ class TracedRequests:
         tokens.catch_up()
         num_prompt = tokens.num_prompt_tokens
         num_outputs = tokens.num_tokens - num_prompt
-        self._recorder.ended(ticket, tokens.hashes, num_prompt, num_outputs, _user_of(request_id))
+        self._recorder.ended(ticket, tokens.hashes, num_prompt, num_outputs, session_hint(_user_of(request_id)).name)
 
     def all_ended(self) -> None:
         """FastDeploy has answered or dropped every request; of some it has said nothing since they were preempted."""

@@ -48,4 +48,4 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
         is_ours = first["type"] == "value_error"
         return (message if is_ours else "the request body must be a JSON object, declared as application/json"), None
     param = ".".join(path)
-    return f"{param}: {message}", param
+    return (message if message.startswith(f"{param} ") else f"{param}: {message}"), param

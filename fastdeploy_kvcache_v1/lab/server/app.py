@@ -33,6 +33,7 @@ from .engine.generation import Delta, Failure
 from .engine.request_times import MOST_KEPT
 from .metrics import Metrics
 from .prefill_job import PREFILL_HEADER, PROOF_HEADER, proves
+from .request_fields import SessionBody
 from .requests import Reading, RequestReader, check_model
 from .responses import DONE, Answer, event
 from .settings import ServerConfig
@@ -124,7 +125,7 @@ def create_app(config: ServerConfig, engine: Engine, reader: RequestReader, metr
     app.add_middleware(Front)
     add_error_handlers(app)
     _add_openai_routes(app, config, engine, reader)
-    _add_service_routes(app, engine, metrics)
+    _add_service_routes(app, engine, reader, metrics)
     return app
 
 
@@ -191,7 +192,13 @@ def _add_openai_routes(app: FastAPI, config: ServerConfig, engine: Engine, reade
         return model_body
 
 
-def _add_service_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
+def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, metrics: Metrics) -> None:
+    @app.post("/v1/cache/session")
+    async def tell_return(body: SessionBody) -> dict[str, bool]:
+        """Tell when a session sends its next request. `known` is false for a session that the cache does not know."""
+        reader.fields.check(body.unknown)
+        return {"known": await _on_engine(engine, lambda core: core.manager.tell_return(body.session))}
+
     @readable(app, "/health")
     async def health() -> Response:
         """200 while requests are served, 503 with the reason once they are refused."""

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 IGNORED = frozenset({
     *("request_id", "trace_context", "collect_metrics", "max_streaming_response_tokens", "mm_hashes", "video_fps"),
     *("include_draft_logprobs", "include_logprobs_decode_token", "temp_scaled_logprobs", "top_p_normalized_logprobs"),
-    *("metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
+    *("metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_options"),
     *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "tool_choice", "function_call"),
 })  # fmt: skip
 """Fields of FastDeploy and of OpenAI's API that change no token here."""

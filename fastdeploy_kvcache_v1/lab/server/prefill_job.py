@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from ...contract.sessions import UNTOLD, SessionHint
 from ..model.sampler import SamplingParams
 
 __all__ = [
@@ -46,6 +47,8 @@ class PrefillJob(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str = ""
     reads_cache: bool = True
     writes_cache: bool = True
+    session: SessionHint = UNTOLD
+    """Its time of return counts from the end of the whole answer."""
 
 
 class PrefillAnswer(msgspec.Struct, forbid_unknown_fields=True):

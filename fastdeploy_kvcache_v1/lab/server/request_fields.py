@@ -13,6 +13,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, field_validator, model_validator
 
 from ...contract.messages import CacheAccess
+from ...contract.sessions import (
+    LAST_TURN,
+    MAX_ID_CHARACTERS,
+    MAX_RETURN_S,
+    SessionHint,
+    checked_return,
+    checked_session_id,
+    session_hint,
+)
 from ..model.sampler import SamplingParams
 from .api_error import ApiError
 from .engine.generation import GenerationRequest
@@ -62,13 +71,73 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+HINTS = frozenset({"session_id", "return_in_s", "prompt_cache_key", "user"})
+"""Fields that change no answer."""
+
+
+class Body(BaseModel):
+    """A field that is null counts as not given."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    cache_salt: str = Field(default="", min_length=1, max_length=1024)
+    """Only requests with the same salt share cached blocks."""
+    session_id: str | None = Field(default=None, min_length=1, max_length=MAX_ID_CHARACTERS)
+    """The conversation or agent that sends the request. Without it, header `X-Session-ID`, `prompt_cache_key` or
+    `user`. It decides what is evicted first, and names the session in a recorded trace.
+    """
+    return_in_s: float | None = Field(default=None, ge=LAST_TURN, le=MAX_RETURN_S)
+    """Seconds from the end of this answer to the next request of its session; -1: it was the last one. A hint for
+    eviction, also without a session's name.
+    """
+
+    _unknown: tuple[UnknownField, ...] = PrivateAttr(default=())
+
+    @property
+    def unknown(self) -> tuple[UnknownField, ...]:
+        """The first `MAX_FIELDS` fields that this endpoint does not know."""
+        return self._unknown
+
+    _session_id = field_validator("session_id", mode="before")(checked_session_id)
+    _return_in_s = field_validator("return_in_s", mode="before")(checked_return)
+
+    @property
+    def session(self) -> SessionHint:
+        return session_hint(self.session_id, self.cache_salt.encode(), self.return_in_s)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_unknown_names(cls, body: Any, handler: Callable[[Any], Any]) -> Any:
+        made = handler(body)
+        if isinstance(body, dict):
+            known = {*cls.model_fields, *REFUSED, *IGNORED}
+            made._unknown = tuple(islice(unknown_fields(body, known), MAX_FIELDS))
+        return made
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_given_fields(cls, body: object) -> object:
+        if not isinstance(body, dict):
+            return body
+        for name, (neutral, advice) in REFUSED.items():
+            value = body.get(name)
+            if value is not None and value not in neutral:
+                raise ApiError(400, f"{name}={value!r} is not supported by this server: {advice}", name)
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class SessionBody(Body):
+    """When a session sends its next request, counted from now."""
+
+    session_id: str
+    return_in_s: float
+
+
 Texts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 
 
-class GenerationBody(BaseModel):
-    """Fields of both endpoints. A field that is null counts as not given."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
+class GenerationBody(Body):
+    """Fields of both endpoints."""
 
     model: str | None = None
     """Any name without `--served-model-name`. With it, that name or `default`."""
@@ -101,8 +170,6 @@ class GenerationBody(BaseModel):
     return_token_ids: bool = False
     """Add `prompt_token_ids` and `completion_token_ids` to choice, message or delta, and `token_ids` to the choice."""
 
-    cache_salt: str = Field(default="", min_length=1, max_length=1024)
-    """Only requests with the same salt share cached blocks."""
     skip_reading_prefix_cache: bool = False
     """Compute every token of the prompt."""
     skip_writing_prefix_cache: bool = False
@@ -110,35 +177,10 @@ class GenerationBody(BaseModel):
     disable_prefix_caching: bool = False
     """Skip both reading and writing."""
 
+    prompt_cache_key: str | None = None
+    """The session's name in OpenAI's API."""
     user: str | None = None
-    """The session in a recorded trace. Not part of the answer's `id`, as with FastDeploy."""
-
-    _unknown: tuple[UnknownField, ...] = PrivateAttr(default=())
-
-    @property
-    def unknown(self) -> tuple[UnknownField, ...]:
-        """The first `MAX_FIELDS` fields that this endpoint does not know."""
-        return self._unknown
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep_unknown_names(cls, body: Any, handler: Callable[[Any], Any]) -> Any:
-        made = handler(body)
-        if isinstance(body, dict):
-            known = {*cls.model_fields, *REFUSED, *IGNORED}
-            made._unknown = tuple(islice(unknown_fields(body, known), MAX_FIELDS))
-        return made
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_given_fields(cls, body: object) -> object:
-        if not isinstance(body, dict):
-            return body
-        for name, (neutral, advice) in REFUSED.items():
-            value = body.get(name)
-            if value is not None and value not in neutral:
-                raise ApiError(400, f"{name}={value!r} is not supported by this server: {advice}", name)
-        return {name: value for name, value in body.items() if value is not None}
+    """The session's name where nothing else gives one. Not part of the answer's `id`, as with FastDeploy."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -175,9 +217,7 @@ class GenerationBody(BaseModel):
 
     def request(self, **read: Any) -> GenerationRequest:
         """The engine's request. `read`: fields that depend on model and prompt."""
-        return GenerationRequest(
-            min_tokens=self.min_tokens, session=self.user or None, cache_salt=self.cache_salt, **read
-        )
+        return GenerationRequest(min_tokens=self.min_tokens, cache_salt=self.cache_salt, **read)
 
 
 class CompletionBody(GenerationBody):
@@ -244,7 +284,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Wins over `max_tokens`."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """Ignored. A request field in it is refused, because FastDeploy reads it there."""
+    """Ignored. A request field in it that could change the answer is refused, because FastDeploy reads it there."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, `enable_thinking` for example."""
     reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
@@ -252,7 +292,7 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _check_together(self) -> ChatBody:
         for name in self.metadata:  # FastDeploy reads request fields there: ignoring one could change the answer
-            if name in type(self).model_fields or name in REFUSED or name == "enable_thinking":
+            if name in type(self).model_fields.keys() - HINTS or name in REFUSED or name == "enable_thinking":
                 place = "into chat_template_kwargs" if name == "enable_thinking" else "out of metadata, beside messages"
                 fault = "this server reads no request fields in it"
                 raise ApiError(400, f"metadata: {fault}: move {name} {place}", "metadata")

@@ -6,7 +6,11 @@ import dataclasses
 import logging
 import threading
 from dataclasses import dataclass
+from typing import Annotated
 
+from fastapi import Header
+
+from ...contract.sessions import checked_session_id
 from ...scheduler.block_hashing import BlockHasher, MultimodalItem
 from ..model.vision import Image, PlacedImage
 from .api_error import ApiError
@@ -21,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 COMPLETION_MAX_TOKENS = 16
 """Default of /v1/completions, as in OpenAI's API. A chat may run up to the limit of model and cache."""
+
+SessionHeader = Annotated[str | None, Header(description="The session, where the body has no `session_id`.")]
 
 ANY_MODEL = "default"
 """A name for the served model, as in FastDeploy."""
@@ -49,16 +55,16 @@ class RequestReader:
         self._first_without_limit = threading.Lock()
         """Taken for good by the first chat without max_tokens, which the log names."""
 
-    def completion(self, body: CompletionBody) -> Reading:
-        self.fields.check(body.unknown)
+    def completion(self, body: CompletionBody, x_session_id: SessionHeader = None) -> Reading:
+        self._check(body, x_session_id)
         token_ids: str | list[int] | None = body.prompt_token_ids or body.prompt
         if isinstance(token_ids, str):
             token_ids = self._tokenizer.encode(token_ids)
         assert token_ids is not None, "the body requires a prompt"
         return self._reading(body, token_ids, "prompt", COMPLETION_MAX_TOKENS)
 
-    def chat(self, body: ChatBody) -> Reading:
-        self.fields.check(body.unknown)
+    def chat(self, body: ChatBody, x_session_id: SessionHeader = None) -> Reading:
+        self._check(body, x_session_id)
         if body.prompt_token_ids:
             return self._reading(body, body.prompt_token_ids, "messages", self._config.max_model_len)
         images: list[Image] = []
@@ -88,6 +94,16 @@ class RequestReader:
             images=reading.images,
         )
         return Generation(request, reading.hasher, self._tokenizer.stream(body.stop), sink, prefill_url=prefill_url)
+
+    def _check(self, body: GenerationBody, header: str | None) -> None:
+        """Check the names of fields, and give the body a `session_id` from elsewhere."""
+        self.fields.check(body.unknown)
+        if body.session_id is None and header is not None:
+            try:
+                body.session_id = checked_session_id(header.encode("latin-1").decode(errors="replace"))
+            except ValueError as error:
+                raise ApiError(400, f"X-Session-ID: {error}", "X-Session-ID") from None
+        body.session_id = body.session_id or body.prompt_cache_key or body.user
 
     def _message(self, message: Message, images: list[Image]) -> dict[str, object]:
         """The message for the template; adds its images to `images`. Raises `ValueError` for a bad image."""
@@ -139,6 +155,7 @@ class RequestReader:
             items=[MultimodalItem(at, image.num_tokens, image.content_hash) for at, image in images],
             salt=body.cache_salt.encode(),
             access=body.access,
+            session=body.session,
         )
         hasher.extend(token_ids)
         return Reading(body, tuple(token_ids), max_tokens, hasher, images)

@@ -29,7 +29,8 @@ def fields_of(described, path):
 def test_every_endpoint_is_described_once_with_a_sentence(described):
     found = {(path, method): each for path, item in described["paths"].items() for method, each in item.items()}
     assert set(found) == {
-        *(("/v1/completions", "post"), ("/v1/chat/completions", "post"), ("/reset_prefix_cache", "post")),
+        *((path, "post") for path in ("/v1/completions", "/v1/chat/completions", "/v1/cache/session")),
+        ("/reset_prefix_cache", "post"),
         *((path, "get") for path in ("/v1/models", "/v1/models/{asked}", "/health", "/metrics", "/version")),
         *((path, "get") for path in ("/debug/check", "/debug/cache", "/debug/requests")),
     }

@@ -90,7 +90,7 @@ def _generation(job: PrefillJob, config: ServerConfig, tokenizer: Tokenizer, str
         offered_to=tuple(PeerPort(job.decode_host, port) for port in job.decode_ports),
     )
     access = CacheAccess(job.reads_cache, job.writes_cache)
-    hasher = BlockHasher(config.cache.block_size, salt=job.cache_salt.encode(), access=access)
+    hasher = BlockHasher(config.cache.block_size, salt=job.cache_salt.encode(), access=access, session=job.session)
     hasher.extend(job.prompt_ids)
     return Generation(request, hasher, tokenizer.stream(), stream.sink)
 

@@ -417,9 +417,10 @@ class EngineCore:
         if not generation.has_computed:
             self.recorder.left(generation.ticket)
             return
-        request = generation.request
-        hashes, num_prompt = generation.hasher.hashes, len(request.prompt_ids)
-        self.recorder.ended(generation.ticket, hashes, num_prompt, generation.num_outputs, request.session)
+        hasher, num_prompt = generation.hasher, len(generation.request.prompt_ids)
+        name, _, return_in_s = hasher.session
+        num_outputs = generation.num_outputs
+        self.recorder.ended(generation.ticket, hasher.hashes, num_prompt, num_outputs, name, return_in_s)
 
     def _fail_unfit(self, head: Generation) -> None:
         """Fail a request that finds no room although nothing runs or is copied: it would wait forever."""

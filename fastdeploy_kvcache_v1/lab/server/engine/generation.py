@@ -34,8 +34,6 @@ class GenerationRequest:
     """Replaces `sampling` for the first `min_tokens` tokens, in which the model must not end."""
     images: tuple[PlacedImage, ...] = ()
     """In the order of their placeholders."""
-    session: str | None = None
-    """Name of the session or user in a recorded trace."""
     cache_salt: str = ""
     offered_to: tuple[PeerPort, ...] = ()
     """On a prefill server: workers of the decode server that reads the prompt's blocks, by rank."""

@@ -185,6 +185,7 @@ class RemotePrefills:
             cache_salt=request.cache_salt,
             reads_cache=hasher.access.reads,
             writes_cache=hasher.access.writes,
+            session=hasher.session,
         )
 
     def _give_up(self, request_id: str, reason: str) -> None:

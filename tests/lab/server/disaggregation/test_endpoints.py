@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.contract.sessions import UNTOLD, session_hint
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.lab.server.app import add_error_handlers
 from fastdeploy_kvcache_v1.lab.server.disaggregation.endpoints import add_role_routes
@@ -59,6 +60,8 @@ def ask():
         assert first == PrefillLine(), "a sign of life comes before the answer"
         return 200, last.error or last.answer
 
+    send.submitted, submit = [], engine.submit
+    engine.submit = lambda generation: (send.submitted.append(generation), submit(generation))
     assert msgspec.json.decode(client.get("/kvcache/role").content, type=RoleInfo).role == "prefill"
     engine.start()
     yield send
@@ -81,6 +84,13 @@ def test_a_salt_and_the_limits_of_a_request_hold_here_too(ask):
     assert cached(ask("tenant", PROMPT, cache_salt="tenant")) == 0
     assert cached(ask("tenant again", PROMPT, cache_salt="tenant")) == 16
     assert cached(ask("no reads", PROMPT, reads_cache=False)) == 0
+
+
+def test_session_of_a_job_is_that_of_its_request(ask):
+    hint = session_hint("a", b"tenant", 2.5)
+    cached(ask("named", PROMPT, session=hint))
+    cached(ask("unnamed", PROMPT))
+    assert [each.hasher.session for each in ask.submitted] == [hint, UNTOLD]
 
 
 def test_a_job_that_is_known_is_an_error_in_its_last_line(ask):
