@@ -1,7 +1,8 @@
 """The router as an ASGI app.
 
 A request goes to the decode server with the fewest open requests, and names the prefill server with the fewest. Until
-the first byte of an answer it may go to another decode server; then bytes are relayed. Runs on one event loop.
+the first byte of an answer it may go to another decode server; then bytes are relayed. A session's time of return goes
+to every server. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ SICK = (502, 503, 504)
 """Statuses after which another server is tried."""
 
 MODELS = "/v1/models"
-TO_SERVERS = b"accept authorization content-type traceparent tracestate x-request-id".split()
+SESSION = "/v1/cache/session"
+TO_SERVERS = b"accept authorization content-type traceparent tracestate x-request-id x-session-id".split()
 TO_CLIENTS = (
     b"allow cache-control content-encoding content-length content-type location retry-after www-authenticate "
     b"x-request-id"
@@ -143,7 +145,7 @@ class Forwarder:
         async with anyio.create_task_group() as group:
             group.start_soon(_until_gone, receive, group.cancel_scope)
             group.start_soon(self._until_refused, group.cancel_scope)
-            error = await self._forward(exchange)
+            error = await (self._tell_all if exchange.path == SESSION else self._forward)(exchange)
             is_over = True
             group.cancel_scope.cancel()
         if not is_over and self.refuses.is_set():
@@ -172,6 +174,26 @@ class Forwarder:
                 return None
         reasons = reasons or [f"{each.url} does not answer" for each in self.decodes]
         return JSONResponse(error_body(503, f"no decode server answers the request: {'; '.join(reasons)}"), 503)
+
+    async def _tell_all(self, exchange: Exchange) -> Response:
+        """Send the request to each server that answers, because any may have the session's blocks. Returns one answer:
+        of a server that knows the session, if there is one.
+        """
+        servers = [each for each in (*self.prefills, *self.decodes) if each.answers]
+        answers = [each for each in await asyncio.gather(*(self._tell(each, exchange) for each in servers)) if each]
+        answer = max(answers, key=lambda each: (each.status_code == 200, b"true" in each.content), default=None)
+        if answer is None:
+            return JSONResponse(error_body(503, "no server answers the request"), 503)
+        return Response(answer.content, answer.status_code, media_type="application/json")
+
+    async def _tell(self, server: Server, exchange: Exchange) -> httpx2.Response | None:
+        """The answer of `server`, or None if it fails."""
+        url, body = server.url + exchange.path, exchange.body
+        try:
+            return await self._http.post(url, content=body, headers=exchange.headers, timeout=SOON_S)
+        except httpx2.HTTPError as error:
+            logger.warning("request %s: %s: %s", exchange.name, server.url, _text(error))
+            return None
 
     async def _ask(
         self, exchange: Exchange, decode: Server, computing_prompt: contextlib.ExitStack, *, is_last: bool
@@ -299,7 +321,7 @@ def create_app(forwarder: Forwarder, *, ready: str = "") -> Starlette:
         return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
 
     routes = [
-        *(Route(path, forwarder, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
+        *(Route(path, forwarder, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions", SESSION)),
         *(Route(path, forwarder, methods=["GET"]) for path in (MODELS, f"{MODELS}/{{name:path}}")),
         Route("/health", health),
     ]

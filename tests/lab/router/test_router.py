@@ -292,6 +292,7 @@ async def test_headers_that_matter_travel_both_ways_and_no_others(scene):
         (b"traceparent", b"00-1-1-1"),
         (b"tracestate", b"a=1"),
         (b"x-request-id", b"mine"),
+        (b"x-session-id", "ä".encode()),
         (b"accept", b"text/event-stream"),
         (b"cookie", b"a=b"),
         (PREFILL_HEADER.lower().encode(), b"http://evil"),
@@ -299,7 +300,7 @@ async def test_headers_that_matter_travel_both_ways_and_no_others(scene):
     ]
     answer = await scene.client.request("POST", "/v1/chat/completions", content=b"{}", headers=sent)
     (asked,) = scene.asked()
-    for name, value in sent[:6]:
+    for name, value in sent[:7]:
         assert asked.headers[name.decode()].encode("latin-1") == value
     assert "cookie" not in asked.headers
     assert asked.headers["accept-encoding"] == "identity"
@@ -308,6 +309,56 @@ async def test_headers_that_matter_travel_both_ways_and_no_others(scene):
     assert (answer.status_code, answer.headers["location"]) == (302, "/else")
     assert (answer.headers["retry-after"], answer.headers["x-request-id"]) == ("3", "theirs")
     assert "set-cookie" not in answer.headers
+
+
+def knows(known):
+    async def act(asked):
+        asked.say(200, {"known": known})
+
+    return act
+
+
+async def tell(scene):
+    body = {"session_id": "a", "return_in_s": 1}
+    return await scene.client.post("/v1/cache/session", json=body, headers={"X-Request-Id": "r"})
+
+
+@pytest.mark.parametrize("knowing", [None, 0, 1, 2, 3])
+async def test_time_of_return_goes_to_every_server_and_one_that_knows_answers(scene, knowing):
+    backends = [*scene.prefills, *scene.decodes]
+    for number, each in enumerate(backends):
+        each.act = knows(number == knowing)
+    answer = await tell(scene)
+    assert (answer.status_code, answer.json()) == (200, {"known": knowing is not None})
+    for each in backends:
+        (asked,) = each.asked
+        assert (asked.line, asked.headers["x-request-id"]) == ("POST /v1/cache/session HTTP/1.1", "r")
+        assert json.loads(asked.body) == {"session_id": "a", "return_in_s": 1}
+        assert PREFILL_HEADER.lower() not in asked.headers
+
+
+@pytest.mark.parametrize(("act", "status"), [(answers(404), 404), (answers(503), 503), (dies, 503), (garbage, 503)])
+async def test_time_of_return_needs_one_server_that_takes_it(scene, act, status):
+    scene.prefills[0].act = scene.prefills[1].act = scene.decodes[0].act = act
+    scene.decodes[1].act = knows(False)
+    assert (await tell(scene)).json() == {"known": False}
+    scene.decodes[1].act = dies
+    assert (await tell(scene)).status_code == status
+
+
+async def test_refusal_of_a_time_of_return_is_passed_on(scene):
+    for each in (*scene.prefills, *scene.decodes):
+        each.act = answers(400)
+    answer = await tell(scene)
+    assert (answer.status_code, answer.json()) == (400, {"said": 400})
+
+
+async def test_time_of_return_without_a_server_that_answers_is_503(rare_looks, scene):
+    for each in (*scene.forwarder.prefills, *scene.forwarder.decodes):
+        each.answers = False
+    answer = await tell(scene)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no server answers the request")
+    assert scene.asked() == []
 
 
 @pytest.mark.parametrize(
