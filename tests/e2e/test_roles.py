@@ -20,11 +20,11 @@ def expected(tmp_path_factory):
 
 
 @contextmanager
-def answering(expected, directory, *flags, **options):
+def answering(expected, directory, *flags, hints=False, **options):
     """A cluster that has answered so, and has nothing left in the end."""
     with cluster(directory, *ROOMY, *flags, **options) as servers:
         with servers.router.client() as client:
-            assert run_workload(client) == expected
+            assert run_workload(client, hints=hints) == expected
         yield servers
         servers.assert_idle()
         servers.stop()
@@ -35,6 +35,15 @@ def test_tokens_are_those_of_a_mixed_server(tmp_path, expected):
     """Conversations, streamed and not, twelve at a time."""
     with answering(expected, tmp_path):
         pass
+
+
+def test_hints_change_no_token_and_reach_the_prefill_server(tmp_path, expected):
+    trace = tmp_path / "trace.jsonl"
+    with answering(expected, tmp_path / "servers", hints=True, role_flags={"prefill": ("--record-trace", str(trace))}):
+        pass
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    for name in ("session_id", "return_in_s"):
+        assert 0 < sum(name in line for line in lines) < len(lines)
 
 
 @pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 1), (2, 4)])

@@ -23,10 +23,10 @@ HOST_TIER = ("--swap-space", "0.02")
 """1310 blocks of 16 KiB."""
 
 
-def run(directory, *flags, environment=None):
+def run(directory, *flags, environment=None, hints=False):
     with started(directory, *flags, environment=environment) as server:
         with server.client() as client:
-            outputs = run_workload(client)
+            outputs = run_workload(client, hints=hints)
         report = server.wait_idle()
         metrics = server.metrics()
         assert report["ok"], report
@@ -70,6 +70,13 @@ def test_device_and_host_tier(tmp_path, expected, policy):
     assert metrics["swap_blocks_total{direction=in,rank=0}"] > 0
     assert metrics["swap_bytes_total{direction=in,rank=0}"] > 0
     assert metrics["requests_preempted_total"] > 0
+
+
+def test_hints_of_sessions_true_or_not_change_no_token(tmp_path, expected):
+    outputs, metrics = run(tmp_path, *SMALL, *HOST_TIER, hints=True)
+    assert outputs == expected
+    assert metrics["device_evicted_blocks_total"] > 0
+    assert metrics["host_hit_tokens_total"] > 0
 
 
 def test_slow_and_failing_copies(tmp_path, expected):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ NUM_CONVERSATIONS = 16
 TURNS = 4
 NUM_REQUESTS = NUM_CONVERSATIONS * TURNS
 CONCURRENCY = 12
+RETURNS = (-1, 0, 0.01, 1.5, 60, 86_400)
 WORDS = ("cache", "block", "prefix", "tier", "device", "host", "copy", "layer", "stream", "event", "token", "slot")
 
 
@@ -47,35 +50,63 @@ def conversations() -> list[Conversation]:
     ]
 
 
-def run_workload(client: OpenAI) -> dict[tuple[int, int], list[int]]:
-    """Output tokens by conversation and turn."""
+def run_workload(client: OpenAI, *, hints: bool = False) -> dict[tuple[int, int], list[int]]:
+    """Output tokens by conversation and turn. `hints`: requests have random ones, and more arrive meanwhile."""
     outputs: dict[tuple[int, int], list[int]] = {}
-    with ThreadPoolExecutor(CONCURRENCY) as pool:
-        for conversation, turns in pool.map(lambda each: (each, _converse(client, each)), conversations()):
+    with ThreadPoolExecutor(CONCURRENCY + 1) as pool, ExitStack() as stack:
+        if hints:
+            over = threading.Event()
+            stack.callback(lambda telling: over.set() or telling.result(), pool.submit(_tell, client, over))
+        for conversation, turns in pool.map(lambda each: (each, _converse(client, each, hints=hints)), conversations()):
             outputs.update({(conversation.index, turn): tokens for turn, tokens in enumerate(turns)})
     return outputs
 
 
-def _converse(client: OpenAI, conversation: Conversation) -> list[list[int]]:
+def _tell(client: OpenAI, over: threading.Event) -> None:
+    """Tell random times of return at random times, true or not."""
+    rng, answers = random.Random(22), []
+    while not over.wait(rng.uniform(0, 0.02)):
+        body = {"session_id": _session(rng), "return_in_s": rng.choice(RETURNS)}
+        answers.append(client.post("/cache/session", cast_to=object, body=body))
+    assert answers
+    assert all(set(answer) == {"known"} for answer in answers)
+
+
+def _session(rng: random.Random) -> str:
+    return f"session-{rng.randrange(NUM_CONVERSATIONS)}"
+
+
+def _hint(rng: random.Random) -> dict[str, Any]:
+    """Options of a request: a session, perhaps another one than before, and when it returns, true or not."""
+    told = {"return_in_s": rng.choice(RETURNS)} if rng.random() < 0.5 else {}
+    place = rng.choice(("session_id", "prompt_cache_key", "user", "X-Session-ID", None))
+    if place == "X-Session-ID":
+        return {"extra_headers": {place: _session(rng)}, "extra_body": told}
+    return {"extra_body": told | ({} if place is None else {place: _session(rng)})}
+
+
+def _converse(client: OpenAI, conversation: Conversation, *, hints: bool) -> list[list[int]]:
+    rng = random.Random(conversation.index)
     messages: list[dict[str, str]] = [{"role": "system", "content": conversation.system}]
     outputs = []
     for question, max_tokens in zip(conversation.questions, conversation.max_tokens, strict=True):
         messages.append({"role": "user", "content": question})
-        text, tokens = _ask(client, conversation, messages, max_tokens)
+        text, tokens = _ask(client, conversation, messages, max_tokens, _hint(rng) if hints else {})
         messages.append({"role": "assistant", "content": text})
         outputs.append(tokens)
     return outputs
 
 
 def _ask(
-    client: OpenAI, conversation: Conversation, messages: list[dict[str, str]], max_tokens: int
+    client: OpenAI, conversation: Conversation, messages: list[dict[str, str]], max_tokens: int, hint: dict[str, Any]
 ) -> tuple[str, list[int]]:
     options: dict[str, Any] = {
         "model": "random-tiny",
         "max_tokens": max_tokens,
         "stream": conversation.streams,
-        "extra_body": {"return_token_ids": True, "ignore_eos": True},
         **conversation.options,
+        **hint,
+        "extra_body": {"return_token_ids": True, "ignore_eos": True, **hint.get("extra_body", {})},
     }
     if conversation.is_chat:
         answer = client.chat.completions.create(messages=messages, **options)
