@@ -11,15 +11,12 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from types import FrameType
 from urllib.parse import quote
 
 import anyio
 import httpx2
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..server.api_error import error_body
+from ..server.http_server import TwoSignalServer
 from ..server.prefill_job import PREFILL_HEADER, PROOF_HEADER, proof
 
 __all__ = ["Forwarder", "HttpServer", "Server", "choose", "create_app"]
@@ -42,8 +40,6 @@ SOON_S = 10.0
 
 MAX_BODY_BYTES = 16 << 20
 """Of a request, which is kept until its answer begins."""
-
-SIGNAL_POLL_S = 0.05
 
 CUT_S = 2.0
 """After requests were refused, connections of clients that do not read are cut."""
@@ -328,32 +324,12 @@ def create_app(forwarder: Forwarder, *, ready: str = "") -> Starlette:
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refused})
 
 
-class HttpServer(uvicorn.Server):
-    """Runs until a signal; requests that are open then end first. Another signal refuses them."""
-
+class HttpServer(TwoSignalServer):
     def __init__(self, forwarder: Forwarder, ready: str = "") -> None:
-        app = create_app(forwarder, ready=ready)
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, loop="asyncio", http="h11", ws="none"))
+        super().__init__(create_app(forwarder, ready=ready), loop="asyncio", http="h11")
         self._forwarder = forwarder
-        self._is_urgent = False
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's handler would raise the signal again at the end, and the exit status would not be 0."""
-        self._is_urgent = self.should_exit
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if num_open := len(self.server_state.tasks):
-            logger.info("stopping: open requests (%d) end first; a second signal refuses them", num_open)
-        refusing = asyncio.create_task(self._refuse_when_urgent())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            refusing.cancel()
-
-    async def _refuse_when_urgent(self) -> None:
-        while not self._is_urgent:
-            await asyncio.sleep(SIGNAL_POLL_S)
+    async def refuse(self) -> None:
         self._forwarder.refuses.set()
         await asyncio.sleep(CUT_S)
         self.force_exit = True

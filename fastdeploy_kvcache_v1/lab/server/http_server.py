@@ -1,19 +1,23 @@
-"""uvicorn with a ready line and an end in order."""
+"""uvicorn with an end in order and a ready line."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import math
 import socket
 import time
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
 
-from .engine.engine import Engine
-from .settings import ServerConfig
+if TYPE_CHECKING:  # the router needs none of them
+    from fastapi import FastAPI
+
+    from .engine.engine import Engine
+    from .settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,27 +46,56 @@ TRY_QUESTION = "What is the capital of France?"
 """Free of quotes, too."""
 
 
-class HttpServer(uvicorn.Server):
-    """Ends after the first signal, even if it arrives before `run_app`. Main thread only."""
+class TwoSignalServer(uvicorn.Server):
+    """Ends after a signal, once open requests have ended. A second signal, or `grace_s`, refuses them."""
+
+    def __init__(self, app: Any, *, grace_s: float = math.inf, **options: Any) -> None:
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, ws="none", **options))
+        self._grace_s = grace_s
+        self._is_urgent = False
+
+    async def refuse(self) -> None:
+        """End open requests."""
+        raise NotImplementedError
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's handler would raise the signal again at the end, and the exit status would not be 0."""
+        self._is_urgent = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if num_open := len(self.server_state.tasks):
+            limit = "" if math.isinf(self._grace_s) else f", or get HTTP 503 after {self._grace_s:g} s"
+            logger.warning("stopping: open requests (%d) end first%s; a second signal refuses them", num_open, limit)
+        refusing = asyncio.create_task(self._refuse_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            refusing.cancel()
+
+    async def _refuse_late(self) -> None:
+        deadline = time.monotonic() + self._grace_s
+        while time.monotonic() < deadline and not self._is_urgent:
+            await asyncio.sleep(SIGNAL_POLL_S)
+        await self.refuse()
+
+
+class HttpServer(TwoSignalServer):
+    """Ends after a signal even if it arrives before `run_app`. Main thread only."""
 
     _engine: Engine
     _ready: str
 
     def __init__(self) -> None:
+        super().__init__(
+            "set by run_app",
+            grace_s=GRACE_S,
+            lifespan="off",
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=FORCE_S,
+        )
         self.ends_at: float | None = None
         """By `time.monotonic`, once there was a signal."""
-        self._is_urgent = False
-        super().__init__(
-            uvicorn.Config(
-                "set by run_app",
-                log_config=None,
-                access_log=False,  # the app logs requests with their ids
-                lifespan="off",
-                ws="none",
-                limit_concurrency=MAX_CONNECTIONS,
-                timeout_graceful_shutdown=FORCE_S,
-            )
-        )
 
     def run_app(self, app: FastAPI, engine: Engine, listener: socket.socket, ready: str) -> None:
         """Prints the line `ready` to standard output once it listens. Returns after a signal or `stop`."""
@@ -74,34 +107,16 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; a second signal refuses open requests at once. uvicorn's own handler would answer them with 500."""
-        self._is_urgent = self.should_exit
         if not self.should_exit:
             self.ends_at = time.monotonic() + END_S
-            self.should_exit = True
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
             print(self._ready, flush=True)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if (num_open := len(self.server_state.tasks)) and self.ends_at is not None:
-            logger.warning(
-                "stopping: open requests (%d) have %d s to end, then they get HTTP 503; a second signal refuses them",
-                num_open,
-                GRACE_S,
-            )
-        refusing = asyncio.create_task(self._refuse_late())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            refusing.cancel()
-
-    async def _refuse_late(self) -> None:
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and not self._is_urgent:
-            await asyncio.sleep(SIGNAL_POLL_S)
+    async def refuse(self) -> None:
         self._engine.refuse("the server is shutting down")
 
 

@@ -65,7 +65,7 @@ def test_open_request_is_refused_after_its_grace_and_the_log_says_so(waiting, mo
     server = stop_with_an_open_request(waiting, 1)
     assert waiting.answers == ['"the server is shutting down"']
     (line,) = [each.message for each in caplog.records if each.levelno == logging.WARNING]
-    assert line.startswith("stopping: open requests (1) have 0 s to end, then they get HTTP 503")
+    assert line.startswith("stopping: open requests (1) end first, or get HTTP 503 after 0 s; a second signal")
     assert server.ends_at is not None
 
 
