@@ -1,4 +1,4 @@
-"""Request fields that decide who shares blocks and whether a request reads and writes the cache.
+"""Request fields that decide who shares blocks, whether a request reads and writes the cache, and its session.
 
 They go from the body, through the dictionary that the API server sends, to the engine's `Request`. The supported
 releases have no LoRA adapters, whose names would belong here.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from ..contract.messages import CacheAccess
+from ..contract.sessions import SessionHint, checked_return, checked_session_id, session_hint
 from ..errors import ConfigError
 from . import Args, Kwargs, Wrapped
 from .transport import take_off
@@ -19,23 +20,34 @@ SALT, NO_READS, NO_WRITES = "cache_salt", "skip_reading_prefix_cache", "skip_wri
 NEITHER = "disable_prefix_caching"
 """Both at once, by FastDeploy's name; a release may have it."""
 
+SESSION, RETURN = "session_id", "return_in_s"
+NAMES = (SESSION, "prompt_cache_key", "user")
+"""Fields that name the session, the first one given. FastDeploy has `user`, and its engine does not get it."""
+
 FIELDS: dict[str, type] = {SALT: str, NO_READS: bool, NO_WRITES: bool, NEITHER: bool}
+FIELDS |= {**dict.fromkeys(NAMES, str), RETURN: float}
 
 MAX_SALT_CHARACTERS = 1024
 
 
 def add_body_fields(body: Any) -> None:
     """Extend a pydantic model of FastDeploy's API, which drops unknown fields."""
-    from pydantic import BeforeValidator
     from pydantic.fields import FieldInfo
 
     for name in (each for each in FIELDS if each not in body.model_fields):
-        kind: Any = Annotated[str, BeforeValidator(_checked_salt)] if name == SALT else FIELDS[name]
-        body.model_fields[name] = FieldInfo(annotation=kind | None, default=None)
+        body.model_fields[name] = FieldInfo(annotation=checked_kind(name) | None, default=None)
     body.model_rebuild(force=True)
     for model in vars(sys.modules[body.__module__]).values():  # a line of a batch file has a compiled copy of its body
         if any(field.annotation is body for field in getattr(model, "model_fields", {}).values()):
             model.model_rebuild(force=True)
+
+
+def checked_kind(name: str) -> Any:
+    """The type of a field in a pydantic model. Its errors are without the value."""
+    from pydantic import BeforeValidator
+
+    checks = {SALT: _checked_salt, SESSION: checked_session_id, RETURN: checked_return}
+    return Annotated[FIELDS[name], BeforeValidator(checks[name])] if name in checks else FIELDS[name]
 
 
 def add_request_attributes(request: Any) -> None:
@@ -105,3 +117,13 @@ def access_of(task: Any) -> CacheAccess:
             raise ConfigError(f"{name} must be true or false, got {getattr(task, name)!r}")
     uses = not task.disable_prefix_caching
     return CacheAccess(uses and not task.skip_reading_prefix_cache, uses and not task.skip_writing_prefix_cache)
+
+
+def session_of(task: Any, salt: bytes) -> SessionHint:
+    """A value that the API would refuse counts as not given: `metadata` and other programs bypass its check."""
+    given = (getattr(task, name) for name in NAMES)
+    name = next((each for each in given if each and isinstance(each, str)), None)
+    try:
+        return session_hint(name, salt, checked_return(getattr(task, RETURN)))
+    except ValueError:
+        return session_hint(name, salt)

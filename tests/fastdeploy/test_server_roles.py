@@ -2,6 +2,7 @@
 whatever breaks off, is aborted, paused or put to sleep.
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from .role_servers import FORMS, PROMPTS, ask, hear, num_fetches, servers, wait_
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 ROLES = ("prefill", "decode")
+THROUGH = ("--write-policy", "write_through")
 SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02")
 """Both servers swap, between two tiers that hold all prompts together."""
 
@@ -25,9 +27,10 @@ SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02")
 def group(release, tmp_path_factory):
     """A prefill, a decode and a mixed server."""
     with servers(release, tmp_path_factory.mktemp("roles")) as made:
+        recorded = {role: (*SWAPPING, "--record-trace", str(made.directory / f"{role}.jsonl")) for role in ROLES}
         started = {
-            "prefill": made.begin("prefill", "prefill", *SWAPPING, "--write-policy", "write_through", proxied=True),
-            "decode": made.begin("decode", "decode", *SWAPPING),
+            "prefill": made.begin("prefill", "prefill", *recorded["prefill"], *THROUGH, proxied=True),
+            "decode": made.begin("decode", "decode", *recorded["decode"]),
             "mixed": made.begin("mixed", "mixed"),
         }
         made.wait_ready()
@@ -114,6 +117,17 @@ def test_limits_and_seeds(group, client, options):
     with group[1]["mixed"].client() as mixed:
         for prompt in PROMPTS[:3]:
             assert ask(client, prompt, **options) == ask(mixed, prompt, **options)
+
+
+def test_session_and_time_of_return_reach_both_servers(group, client):
+    def recorded(role, number):
+        lines = (group[0].directory / f"{role}.jsonl").read_text().splitlines()
+        return [json.loads(line).get(name) for line in lines for name in ("session_id", "return_in_s")][-2 * number :]
+
+    assert ask(client, PROMPTS[0], extra_body={"session_id": "a", "return_in_s": 0.25}) == ask(client, PROMPTS[0])
+    for role in ROLES:
+        wait_until(lambda role=role: recorded(role, 2)[1:] == [0.25, None, None], "lines of both requests")
+        assert recorded(role, 2)[0] is not None
 
 
 # ---- what is asked of a server while requests are under way

@@ -6,9 +6,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.contract.messages import CacheAccess
+from fastdeploy_kvcache_v1.contract.sessions import UNTOLD, session_hint
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import cache_identity
-from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS, MAX_SALT_CHARACTERS
+from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS, MAX_SALT_CHARACTERS, NAMES
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
 
 ASKED = {name: kind(1) for name, kind in FIELDS.items()} | {"cache_salt": "s", "skip_writing_prefix_cache": False}
@@ -63,6 +64,45 @@ def test_the_access_of_a_task(reads, writes, neither, expected):
     task.skip_reading_prefix_cache = "yes"
     with pytest.raises(ConfigError, match="skip_reading_prefix_cache must be true or false, got 'yes'"):
         cache_identity.access_of(task)
+
+
+SECRET = "ada@example.org"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("session_id", each) for each in ("", 7, [SECRET], SECRET * 100)),
+        *(("return_in_s", each) for each in (-2, -0.5, "5", True, 1e300, float("nan"), 10**400, SECRET)),
+        ("prompt_cache_key", [SECRET]),
+    ],
+)
+def test_wrong_hint_in_a_body_is_refused_in_one_line_without_its_value(bodies, field, value):
+    with pytest.raises(ValueError, match=field) as caught:
+        bodies.Body.model_validate({"prompt": "p", field: value})
+    (error,) = caught.value.errors(include_input=False, include_url=False)
+    assert error["loc"] == (field,)
+    assert "\n" not in error["msg"]
+    assert SECRET not in error["msg"]
+
+
+def hint_of(**fields):
+    return cache_identity.session_of(SimpleNamespace(**dict.fromkeys([*NAMES, "return_in_s"]) | fields), b"salt")
+
+
+def test_session_has_the_first_name_and_the_salt_also_without_either():
+    names = {"session_id": "a", "prompt_cache_key": "b", "user": "c"}
+    for name in names.copy():
+        assert hint_of(**names, return_in_s=2) == session_hint(names[name], b"salt", 2)
+        names[name] = ""
+    assert hint_of(return_in_s=-1) == session_hint(None, b"salt", -1)
+    untold = SimpleNamespace(**dict.fromkeys([*NAMES, "return_in_s"]))
+    assert cache_identity.session_of(untold, b"") == UNTOLD
+
+
+def test_wrong_hint_that_no_api_has_checked_counts_as_not_given():
+    assert hint_of(session_id=7, user="c", return_in_s="soon") == session_hint("c", b"salt")
+    assert hint_of(session_id=["a"], prompt_cache_key={}, user=7, return_in_s=1) == session_hint(None, b"salt", 1)
 
 
 def test_a_field_that_fastdeploy_has_itself_stays_as_it_is():

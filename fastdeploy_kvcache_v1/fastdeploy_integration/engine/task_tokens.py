@@ -10,7 +10,7 @@ from ...contract.messages import BlockHash, CacheAccess
 from ...contract.sessions import UNTOLD
 from ...errors import ConfigError
 from ...scheduler.block_hashing import BlockHasher
-from ..cache_identity import access_of, salt_of
+from ..cache_identity import access_of, salt_of, session_of
 from .prompt_inputs import PromptInputs, inputs_of
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,9 @@ class TaskTokens:
             if inputs.refusal is not None:
                 raise ConfigError(inputs.refusal)
             self.access = access_of(task)
-            self._hasher = BlockHasher(block_size, items=inputs.items, rows=inputs.rows, salt=salt_of(task))
+            salt = salt_of(task)
+            self.session = session_of(task, salt)
+            self._hasher = BlockHasher(block_size, items=inputs.items, rows=inputs.rows, salt=salt)
             prompt = task.prompt_token_ids
             self._hasher.extend(prompt if self._num_named is None else prompt[: self._num_named])
         except Exception as error:  # the edge to what clients send: it must not hold up the requests behind this one

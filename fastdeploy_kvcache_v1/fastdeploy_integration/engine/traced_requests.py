@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
-from ...contract.sessions import session_hint
 from ...telemetry.trace_recorder import Ticket, TraceRecorder
 from .task_tokens import TaskTokens
-
-ID_WITH_USER = re.compile(r"(chat)?cmpl-(?P<user>.+)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(_\d+)?", re.DOTALL)
-"""An id that FastDeploy's API server makes of a user, a UUID, and the position of a prompt in its list."""
 
 
 class TracedRequests:
@@ -40,18 +35,13 @@ class TracedRequests:
         tokens.catch_up()
         num_prompt = tokens.num_prompt_tokens
         num_outputs = tokens.num_tokens - num_prompt
-        self._recorder.ended(ticket, tokens.hashes, num_prompt, num_outputs, session_hint(_user_of(request_id)).name)
+        name, _, return_in_s = tokens.session
+        self._recorder.ended(ticket, tokens.hashes, num_prompt, num_outputs, name, return_in_s)
 
     def all_ended(self) -> None:
         """FastDeploy has answered or dropped every request; of some it has said nothing since they were preempted."""
         for request_id in list(self._open):
             self.ended(request_id)
-
-
-def _user_of(request_id: str) -> str | None:
-    """What the client sent as `user`. FastDeploy's engine is told it in the id of the request only."""
-    found = ID_WITH_USER.fullmatch(request_id)
-    return None if found is None else found["user"]
 
 
 def _age_s(task: Any) -> float:

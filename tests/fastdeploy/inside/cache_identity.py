@@ -9,7 +9,8 @@ import fastdeploy  # noqa: F401  (first: its modules import each other in a circ
 from fastdeploy.engine.request import Request
 from fastdeploy.entrypoints.openai.protocol import BatchRequestInput, ChatCompletionRequest, CompletionRequest
 from fastdeploy_kvcache_v1.contract.messages import CacheAccess
-from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS
+from fastdeploy_kvcache_v1.contract.sessions import UNTOLD, session_hint
+from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS, NAMES
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
@@ -67,6 +68,25 @@ def test_every_field_arrives_with_its_value(model, given):
     sent = {name: kind(1) for name, kind in FIELDS.items()}
     request = engine_request(model.model_validate({**given, **sent}))
     assert {name: getattr(request, name) for name in FIELDS} == sent
+
+
+def session(request):
+    return TaskTokens(request, 4).session
+
+
+@both
+@pytest.mark.parametrize("name", NAMES)
+def test_session_and_time_of_return_arrive_also_over_to_dict(model, given, name):
+    request = engine_request(model.model_validate({**given, name: "a", "cache_salt": "s", "return_in_s": -1}))
+    for each in (request, Request.from_dict(request.to_dict())):
+        assert session(each) == session_hint("a", b"s", -1)
+    assert session(engine_request(model.model_validate(given))) == UNTOLD
+
+
+def test_wrong_hint_in_metadata_costs_the_hint_alone():
+    wrong = {"session_id": 7, "user": {"a": 1}, "return_in_s": "soon"}
+    request = engine_request(ChatCompletionRequest(messages=MESSAGES, metadata=wrong))
+    assert (session(request), identity(request)) == (UNTOLD, (name(), ALL))
 
 
 def copied_object():

@@ -72,21 +72,23 @@ def test_a_reset_ends_what_is_under_way(recorded):
     assert len(server.lines()) == 2
 
 
-def test_users_are_in_the_ids_and_times_in_the_metrics(recorded):
-    server, now, number = recorded(40), time.time(), "0b5d4f5e-54ff-4ee4-a8d2-2d6b5d2a1c3f"
-    for request_id, arrived in (
-        (f"chatcmpl-ada-{number}_0", now + 900),
-        (f"cmpl-ada-{number}", None),
-        (f"cmpl-eve-of-{number}-{number}_12", now),
-        (f"chatcmpl-{number}_0", now),
-        ("chatcmpl-ada", now),
+def test_sessions_are_those_of_the_fields_and_times_those_of_the_metrics(recorded):
+    server, now = recorded(40), time.time()
+    for fields, arrived in (
+        ({"user": "ada", "return_in_s": 2.5}, now + 900),
+        ({"prompt_cache_key": "ada", "user": "eve"}, None),
+        ({"session_id": "eve", "user": "ada"}, now),
+        ({}, now),
     ):
-        server.add(request_id, [1] * 10).metrics.arrival_time = arrived
+        task = server.add("r", [1] * 10)
+        vars(task).update(fields)
+        task.metrics.arrival_time = arrived
         server.run_dry()
     lines = server.lines()
     names = [line.get("session_id") for line in lines]
     assert names[0] == names[1] is not None
     assert names[2] not in (names[0], None)
-    assert names[3:] == [None, None]
-    assert ["delay" in line for line in lines] == [False, True, False, False, False]
+    assert names[3] is None
+    assert ["delay" in line for line in lines] == [False, True, False, False]
+    assert [line.get("return_in_s") for line in lines] == [2.5, None, None, None]
     assert all(line["timestamp"] < 600_000 for line in lines), "a clock that was set back makes no future"
