@@ -49,8 +49,11 @@ class Workload:
         """Of all requests that came one at a time: what others found depends on when they came."""
         return sum(answer.cached_tokens for name, answer in self.answers.items() if not name.startswith("burst"))
 
+    def send(self, said: str | Messages, **options: Any) -> Answer:
+        return ask(self._client, said, **options)
+
     def ask(self, name: str, messages: Messages, **options: Any) -> Answer:
-        self.answers[name] = ask(self._client, messages, **options)
+        self.answers[name] = self.send(messages, **options)
         return self.answers[name]
 
     def documents(self, rounds: int = 3) -> None:
@@ -92,7 +95,7 @@ class Workload:
         def one(index: int) -> Answer:
             kind = index % BURST_PROMPTS
             said = noise(kind % 7, 80) + noise(500 + kind, 30 + 5 * kind)
-            return ask(self._client, said, max_tokens=4 + kind % 13)
+            return self.send(said, max_tokens=4 + kind % 13)
 
         with ThreadPoolExecutor(BURST) as pool:
             for index, answer in enumerate(pool.map(one, range(BURST))):

@@ -4,6 +4,7 @@ import contextlib
 import json
 from functools import partial
 
+import httpx2
 import openai
 import pytest
 
@@ -18,6 +19,7 @@ from .server_workload import NUM_DOCUMENTS, document
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.02", "--write-policy", "write_through")
+SECRET = "ada@example.org"
 ENDLESS = {"max_tokens": 440, "extra_body": {"min_tokens": 440}}
 
 
@@ -47,16 +49,46 @@ def assert_all_blocks_come_back(server):
     wait_until(is_idle, "all device blocks to be free or evictable")
 
 
-def test_requests_are_recorded_with_their_user(server, ask):
+def test_requests_are_recorded_with_their_session(server, ask):
     """That a replay of such a trace hits what the server hit: `engine/test_traced_requests.py`."""
     before = server.metrics()["trace_lines_total"]
-    answers = [ask(document(107 + turn), user="ada") for turn in range(2)]
-    wait_until(lambda: server.metrics()["trace_lines_total"] == before + 2, "two lines")
+    named = [
+        {"extra_headers": {"X-Session-ID": "ada"}},
+        {"extra_body": {"session_id": "ada", "return_in_s": 2.5}},
+        {"extra_body": {"prompt_cache_key": "another", "return_in_s": -1}, "user": "ada"},
+    ]
+    answers = [ask(document(107 + turn), **options) for turn, options in enumerate(named)]
+    wait_until(lambda: server.metrics()["trace_lines_total"] == before + 3, "three lines")
     assert server.metrics()["trace_lost_lines_total"] == 0
-    first, second = map(json.loads, (server.logs.parent / "trace.jsonl").read_text().splitlines()[-2:])
-    assert first["session_id"] == second["session_id"]
-    assert [first["output_length"], second["output_length"]] == [len(answer.tokens) for answer in answers]
-    assert first["timestamp"] <= second["timestamp"]
+    lines = [*map(json.loads, (server.logs.parent / "trace.jsonl").read_text().splitlines()[-3:])]
+    assert [line["output_length"] for line in lines] == [len(answer.tokens) for answer in answers]
+    assert lines[0]["timestamp"] <= lines[1]["timestamp"] <= lines[2]["timestamp"]
+    assert lines[0]["session_id"] == lines[1]["session_id"] != lines[2]["session_id"]
+    assert [line.get("return_in_s") for line in lines] == [None, 2.5, -1]
+
+
+def test_time_of_return_is_taken_and_a_wrong_hint_is_refused_in_one_line(server, ask):
+    assert server.control("cache/session", session_id="nobody", return_in_s=1, cache_salt="salt") == {"known": False}
+    wrong = {"session_id": SECRET * 100, "return_in_s": 1}, {"session_id": "a", "return_in_s": "soon"}
+    refused = [
+        *(httpx2.post(f"{server.url}/v1/cache/session", json=body) for body in wrong),
+        *(caught(ask, extra_body=body) for body in wrong),
+        caught(ask, extra_headers={"X-Session-ID": SECRET * 100}),
+    ]
+    messages = [answer.json()["error"]["message"] for answer in refused]
+    assert [answer.status_code for answer in refused] == [400] * len(refused)
+    assert not any("\n" in message or SECRET in message for message in messages)
+    for index, message in enumerate(messages):
+        assert ("return_in_s must be a number" if index in (1, 3) else "a session id must be a text") in message
+    logs = "".join(path.read_text(errors="replace") for path in server.logs.rglob("*log*") if path.is_file())
+    assert "invalid_request_error" in logs
+    assert SECRET not in logs
+
+
+def caught(ask, **options):
+    with pytest.raises(openai.BadRequestError) as error:
+        ask("x", **options)
+    return error.value.response
 
 
 def test_a_disconnected_client_gives_its_blocks_back(server, client, ask):

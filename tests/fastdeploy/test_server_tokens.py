@@ -4,6 +4,7 @@ What FastDeploy's own layers make of latent vectors behind a prefix is proved in
 """
 
 import json
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,6 +47,28 @@ SERVERS = {
 }
 
 
+class Hinted(Workload):
+    """Each request names a session, and it and others say when a session returns, all at random."""
+
+    def __init__(self, client, server):
+        super().__init__(client)
+        self._server, self._rng, self.num_told = server, random.Random(1), 0
+
+    def _draw(self, names):
+        rng = self._rng
+        return {rng.choice(names): f"s{rng.randrange(9)}", "return_in_s": rng.choice([-1, 0, 0.5, 3600, 2_592_000])}
+
+    def send(self, said, **options):
+        if self._rng.random() < 0.5:
+            answer = self._server.control("cache/session", **self._draw(["session_id"]))
+            self.num_told += answer.keys() == {"known"}
+        hint = self._draw(["session_id", "prompt_cache_key", "user", "X-Session-ID"])
+        extra = {name: value for name, value in hint.items() if name != "X-Session-ID"}
+        headers = {name: value for name, value in hint.items() if name not in extra}
+        extra |= options.pop("extra_body", {})
+        return super().send(said, extra_body=extra, extra_headers=headers, **options)
+
+
 @pytest.fixture(scope="module")
 def num_cached(release):
     """By server."""
@@ -70,6 +93,11 @@ def test_tokens_are_the_same_with_both_tiers(release, num_cached, tmp_path, name
         else:
             assert_shared(server, client, is_certain=release != "2.5")
             assert_refuses_what_the_worker_cannot_do(client)
+        if name == "default":
+            hinted = Hinted(client, server)
+            hinted.run()
+            hinted.assert_tokens_of(expected)
+            assert hinted.num_told > 50
     if name == "default" and "selective" in num_cached:
         assert num_cached[name] > num_cached["selective"], "what was the default, at best"
     if is_stored:

@@ -1,0 +1,121 @@
+"""Additions to FastDeploy's API server: routes of this package, and the header that names a session.
+
+Processes of the API server check what clients send, and pass it to the engine as FastDeploy's control requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...contract.sessions import SessionHint, checked_session_id, session_hint
+from .. import Args, Kwargs, Wrapped
+from ..cache_identity import RETURN, SALT, SESSION, checked_kind
+from .adapter import PrefixCacheAdapter
+from .patches import own_cache
+
+HEADER = "X-Session-ID"
+
+
+class Route(NamedTuple):
+    path: str
+    """Below /v1, which FastDeploy's API keys guard."""
+    read: Callable[[bytes], Any]
+    """In the API server: the engine's argument, as JSON, of a body. Raises pydantic's `ValidationError`."""
+    answer: Callable[[PrefixCacheAdapter, Any], dict[str, Any]]
+    """In the engine, on the thread that takes requests in: it takes milliseconds."""
+
+
+def _read_session(body: bytes) -> tuple[str, str, float]:
+    """Digests stand for id and salt, which the logs of control requests must not have."""
+    from pydantic import create_model
+
+    fields: Any = {name: (checked_kind(name), ...) for name in (SESSION, RETURN)}
+    fields[SALT] = (checked_kind(SALT) | None, None)
+    told: Any = create_model("Told", **fields).model_validate_json(body)
+    salt = (told.cache_salt or "").encode("utf-8", "surrogatepass")
+    name, tenant, return_in_s = session_hint(told.session_id, salt, told.return_in_s)
+    assert return_in_s is not None, "the body requires it"
+    return name.hex(), tenant.hex(), return_in_s
+
+
+def _tell_return(cache: PrefixCacheAdapter, told: Any) -> dict[str, Any]:
+    name, tenant, return_in_s = told
+    return {"known": cache.manager.tell_return(SessionHint(bytes.fromhex(name), bytes.fromhex(tenant), return_in_s))}
+
+
+ROUTES = {"cache_session": Route("/v1/cache/session", _read_session, _tell_return)}
+"""By name of the control request. For a route `NAME`, the patch table adds `_control_NAME` to the engine."""
+
+
+def add_control_methods(service: Any) -> None:
+    """Extend `EngineService`, which has a method for each control request."""
+    for name, route in ROUTES.items():
+        setattr(service, f"_control_{name}", _control_method(route))
+
+
+def _control_method(route: Route) -> Callable[[Any, Any], dict[str, Any]]:
+    def answer(service: Any, control_request: Any) -> dict[str, Any]:
+        cache = own_cache(service, PrefixCacheAdapter)
+        assert cache is not None, "FastDeploy uses another cache manager"
+        return route.answer(cache, control_request.get_args()["given"])
+
+    return answer
+
+
+def with_cancellation(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the decorator of completions and chats in the module that has the `app`."""
+
+    def decorate(handler_func: Any) -> Any:
+        app = handler_func.__globals__.get("app")
+        if app is None:
+            return wrapped(handler_func)
+        _add_routes(app)
+
+        @functools.wraps(handler_func)
+        async def handle(request: Any, req: Any) -> Any:
+            _name_session(request, req.headers.get(HEADER))
+            return await handler_func(request, req)
+
+        return wrapped(handle)
+
+    return decorate(*args, **kwargs)
+
+
+def _add_routes(app: Any) -> None:
+    present = {route.path for route in app.routes}
+    for name, route in ROUTES.items():
+        if route.path not in present:
+            app.add_route(route.path, functools.partial(_serve, name, route), methods=["POST"])
+
+
+async def _serve(name: str, route: Route, request: Any) -> Any:
+    """Answer a POST. Raises `RequestValidationError`, of which FastDeploy makes status 400."""
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
+    from fastdeploy.engine.request import ControlRequest
+    from pydantic import ValidationError
+
+    try:
+        given = route.read(await request.body())
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
+    client, request_id = request.app.state.engine_client, f"control-{uuid.uuid4()}"
+    try:
+        response = await client.run_control_method(ControlRequest(request_id, name, {"given": given}))
+    finally:
+        await client.connection_manager.cleanup_request(request_id)  # FastDeploy forgets to
+    return JSONResponse(response.result) if response.error_code == 200 else response.to_api_json_response()
+
+
+def _name_session(body: Any, header: str | None) -> None:
+    """Raises as `_serve` for a wrong header."""
+    from fastapi.exceptions import RequestValidationError
+
+    if body.session_id is None and header is not None:
+        try:
+            body.session_id = checked_session_id(header.encode("latin-1").decode(errors="replace"))
+        except ValueError as error:
+            raise RequestValidationError([{"loc": ("header", HEADER), "msg": f"{HEADER}: {error}"}]) from None
