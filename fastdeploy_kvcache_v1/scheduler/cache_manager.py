@@ -64,7 +64,7 @@ __all__ = ["CacheManager"]
 SWEPT_PER_STEP = 512
 """Runs that one step frees after a reset: about 0.3 ms."""
 
-LEAST_WATCHED = 8192
+LEAST_WATCHED = 1 << 16
 MOST_WATCHED = 131_072
 
 
@@ -72,15 +72,14 @@ class CacheManager:
     """The prefix cache of one server: both tiers, its requests, and the copies between the tiers. Thread-safe."""
 
     def __init__(self, config: KVCacheConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds and never runs back. Only differences count."""
+        """`clock` returns seconds from 0 up and never runs back."""
         self.config = config
-        self._clock = clock
         self._lock = threading.RLock()
         self._counters = Counters()
         self._events = EventLog(config.max_queued_events)
         self._device_pool = BlockPool[DeviceSlot]("device", config.num_device_blocks)
         self._host_pool = BlockPool[HostSlot]("host", config.num_host_blocks)
-        self._history = ReuseHistory(self._most_watched, lambda: self._tiering.num_evictable)
+        self._history = ReuseHistory(clock, self._counters, self._most_watched, lambda: self._tiering.num_evictable)
         backup = BACKUP_POLICIES[config.write_policy](config)
         self._residency = Residency(
             self._device_pool,
@@ -157,7 +156,7 @@ class CacheManager:
     def preempt(self, request_id: str) -> None:
         """End a running request that will resume by a new match. Raises `UnknownRequestError`."""
         with self._lock:
-            self._requests.end(request_id)
+            self._requests.end(request_id, resumes=True)
             self._counters.requests_preempted += 1
 
     def release(self, request_id: str) -> None:
@@ -192,7 +191,8 @@ class CacheManager:
 
         Returns False for a session that is not known (any more). It is a hint, like `expect`. O(runs of its prefix).
         """
-        return False
+        with self._lock:
+            return self._requests.tell_return(session)
 
     # ---- slots of a scheduler that keeps its own block tables
 
@@ -448,6 +448,7 @@ class CacheManager:
                 device_loading_blocks=loading,
                 host_loading_blocks=on_host,
                 quarantined_blocks=self._loads.num_quarantined,
+                sessions=len(self._history.sessions),
                 watched_blocks=len(self._history),
                 recency_rules=not self._history.judge.trusts,
                 events_overflowed=self._events.overflows,

@@ -15,6 +15,7 @@ from typing import Any
 from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .residency import Residency
 from .reuse.history import Stretch
+from .reuse.sessions import Session
 from .run import Run
 
 NONE_ABOVE: Stretch = (0, 0)
@@ -48,32 +49,39 @@ class RadixTree:
         """Drop one pin of the path to `leaf`, leaf first. `touch`: the path counts as used."""
         run = leaf
         while run.parent is not None:
-            self._residency.unpin(run)
             if touch:
                 self._residency.touch(run)
+            self._residency.unpin(run)
             run = run.parent
         self._undo_splits(leaf)
 
-    def mark(self, leaf: Run, end: int, stretches: Sequence[Stretch], now: int) -> None:
-        """Record that the path to the pinned `leaf` (`end` blocks) was last used at `now`. `stretches` gives the use
-        class of its blocks, deepest first. New runs are cut where the class changes. An older run has one class.
+    def mark(self, leaf: Run, end: int, session: Session, stretches: Sequence[Stretch], now: int) -> None:
+        """Record that a request of `session` last used the path to the pinned `leaf` (`end` blocks) at `now`.
+        `stretches` gives the use class of its shared blocks, deepest first.
         """
-        run, index, stretches = leaf, 0, (*stretches, NONE_ABOVE)
+        run, index, shared, stretches = leaf, 0, 1, (*stretches, NONE_ABOVE)
         while (parent := run.parent) is not None:
-            begin, is_new = end - run.length, run.last_use < 0
-            while stretches[index][0] > end or (is_new and stretches[index][0] == end):
-                index += 1
-            depth, use_class = stretches[index]
-            if is_new:
-                run.use_class = stretches[index - 1][1] if index else 0
-                if depth > begin and use_class != run.use_class:
-                    begin, parent = depth, self.split(run, depth - begin)
-            elif depth > begin:
-                run.use_class = use_class
-            elif index:  # it has no watched block: used at least as often as the run below
-                run.use_class = stretches[index - 1][1]
+            below, end = end, end - run.end + run.start
+            if run.last_use < 0 or run.owner is session:
+                run.owner, run.use_class = session, session.use_class
+            else:
+                run.disown()
+                while stretches[index][0] > below:
+                    index += 1
+                if stretches[index][0] > end:
+                    shared = stretches[index][1]
+                run.use_class = shared
             run.last_use = now
-            run, end = parent, begin
+            run = parent
+        session.leaf = leaf if leaf.owner is session else None
+
+    def leave(self, session: Session) -> None:
+        """Queue the runs anew that only an ended session uses, because its class has changed."""
+        run = session.leaf
+        while run is not None and run.owner is session and not run.pins:
+            run.use_class = session.use_class
+            self._residency.requeue(run)
+            run = run.parent
 
     # ---- adding blocks
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..contract.messages import BlockHashes, DeviceSlot
 from ..errors import CacheStateError
 from .invariants import expect
-from .reuse.watched import Group
+from .reuse.history import Visit
 from .run import Run
 
 
@@ -41,8 +41,8 @@ class RequestState:
     num_host_tokens: int = 0
     """Cached tokens that came from the host when it was admitted."""
     num_query_tokens: int = 0
-    watched: Sequence[Group] = ()
-    """Its groups in `ReuseHistory` when it was admitted."""
+    visit: Visit | None = None
+    """Its session and groups in `ReuseHistory` when it was admitted."""
 
     @property
     def may_cache(self) -> bool:

@@ -19,6 +19,7 @@ from ..contract.messages import (
     MatchResult,
     NoSpace,
 )
+from ..contract.sessions import SessionHint
 from ..errors import CacheStateError, UnknownRequestError
 from .cache_stats import Counters
 from .invariants import expect
@@ -120,11 +121,12 @@ class RequestTable:
             return ()
         return request.sequence.hashes[request.num_cached : num_computed_tokens // self._block_size]
 
-    def end(self, request_id: str) -> None:
+    def end(self, request_id: str, *, resumes: bool = False) -> None:
+        """`resumes`: its session has not had this turn yet."""
         request = self[request_id]
         if self._admitted.pop(request_id, None) is not None:
             self._count(request)
-        self._remove(request, touch=True)
+        self._remove(request, touch=True, resumes=resumes)
 
     def roll_back(self, request_id: str) -> None:
         request = self[request_id]
@@ -133,15 +135,17 @@ class RequestTable:
         if request.admitted:
             self._counters.requests_rolled_back += 1
             if self._admitted.pop(request_id, None) is None:  # its step is taken, so it counts
-                self.end(request_id)
+                self.end(request_id, resumes=True)
                 return
         self._remove(request, touch=False)
 
-    def _remove(self, request: RequestState, *, touch: bool) -> None:
+    def _remove(self, request: RequestState, *, touch: bool, resumes: bool = False) -> None:
         del self._requests[request.request_id]
         if touch and self._history is not None and not request.leaf.detached:
-            stretches = self._history.ended(request.sequence.hashes, request.num_cached, request.watched)
-            self._tree.mark(request.leaf, request.num_cached, stretches, self._history.now)
+            num_prompt = request.num_query_tokens // self._block_size
+            visit, num_cached = request.visit, request.num_cached
+            marks = self._history.ended(request.sequence, num_cached, visit, num_prompt, resumes=resumes)
+            self._tree.mark(request.leaf, request.num_cached, *marks, self._history.now)
         self._tiering.free(request.own_slots(), CacheLevel.DEVICE)
         self._tree.release(request.leaf, touch=touch)
 
@@ -158,7 +162,9 @@ class RequestTable:
             if not request.resumed and not request.leaf.detached and request.sequence.access.reads:
                 self._tiering.hit(request.leaf)
                 if self._history is not None:
-                    request.watched = self._history.arrived(request.sequence.hashes, request.num_cached)
+                    request.visit = self._history.arrived(request.sequence, request.num_cached)
+                    if request.visit.left is not None:
+                        self._tree.leave(request.visit.left)
         self._admitted.clear()
 
     def _count(self, request: RequestState) -> None:
@@ -171,6 +177,12 @@ class RequestTable:
         counters.query_tokens += request.num_query_tokens
         counters.device_hit_tokens += num_cached_tokens - request.num_host_tokens
         counters.host_hit_tokens += request.num_host_tokens
+
+    def tell_return(self, hint: SessionHint) -> bool:
+        session, has_changed = (None, False) if self._history is None else self._history.tell(hint)
+        if session is not None and has_changed:
+            self._tree.leave(session)
+        return session is not None
 
     def drop_lost(self, lost: Set[Run]) -> list[str]:
         """Return the admitted requests that use a run of `lost`. Matches not admitted yet become empty instead."""
@@ -219,6 +231,8 @@ class RequestTable:
             expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
         for request_id, request in self._requests.items():
             request.check(paths[request_id])
+        if self._history is not None:
+            self._history.sessions.check()
         expect(self._requests.keys() >= self._admitted.keys(), "manager: an ended request is still listed as admitted")
 
     def check_none(self) -> None:

@@ -87,6 +87,13 @@ class Residency:
         if run.host is not None:
             self._use_host(run.host)
 
+    def requeue(self, run: Run) -> None:
+        """Put `run` in the queues of its class, as if just used, if it is queued at all."""
+        if run.is_queued:
+            self.device_order.use(run)
+        if run.host is not None and run.host.is_queued and not run.host.is_duplicate:
+            self.host_order.use(run.host)
+
     def _use_host(self, host: HostCopy) -> None:
         if not (self.host_duplicates.may_be and self.host_duplicates.take(host)):
             self.host_order.use(host)
@@ -154,6 +161,8 @@ class Residency:
         if run.host is not None:
             run.host.leave_queue()
             self._events.removed(CacheLevel.HOST, run)
+        if run.owner is not None and run.owner.leaf is run:
+            run.owner.leaf = run.parent if run.parent is not None and run.parent.owner is run.owner else None
         run.detached = True
         self._detached[run] = None
         self._free_if_unused(run)
@@ -169,6 +178,7 @@ class Residency:
         kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
         for run in kept:
             run.detached = True
+            run.disown()
             run.older = run.younger = None
             if run.host is not None:
                 run.host.older = run.host.younger = None
@@ -272,6 +282,8 @@ class Residency:
         parent.leave_queue()
         if parent.host is not None:
             parent.host.leave_queue()
+        if parent.owner is not None and parent.owner.leaf is parent:
+            parent.owner.leaf = run
         run.take_over_parent()
 
     # ---- open copies: the worker does not know of them yet

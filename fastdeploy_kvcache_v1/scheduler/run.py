@@ -65,6 +65,20 @@ class QueueNode:
             self.older = self.younger = None
 
 
+class Owner:
+    """A session, for the runs that no other session has used."""
+
+    __slots__ = ("due", "leaf", "use_class")
+
+    def __init__(self) -> None:
+        self.leaf: Run | None = None
+        """Last run of its newest prompt, while that is cached and its own."""
+        self.use_class = 0
+        """Class of its blocks in `ReuseHistory`."""
+        self.due: int | None = None
+        """Time at which it comes back, or None: not told, not believed, overdue, or never."""
+
+
 class HostCopy(QueueNode):
     """Exists while a run has host slots: its place in the eviction order of the host."""
 
@@ -91,6 +105,7 @@ class Run(QueueNode):
         "num_device_children",
         "on_device",
         "open",
+        "owner",
         "parent",
         "pins",
         "start",
@@ -117,6 +132,8 @@ class Run(QueueNode):
         """Class of `ReuseHistory`: how often requests found these blocks computed."""
         self.last_use = -1
         """End of the last request that used it, in the time of `ReuseHistory`; -1 before the first one ends."""
+        self.owner: Owner | None = None
+        """The session that alone has used it; None: several have."""
         self.open: CacheLevel | None = None
         """Tier that an open copy fills: one that the worker does not know of yet."""
         self.detached = False
@@ -269,11 +286,17 @@ class Run(QueueNode):
         return children
 
     def drop_links(self) -> None:
-        """Drop all references to other runs, so that a forgotten run is not cyclic garbage."""
-        self.older = self.younger = self.parent = None
+        """Drop all references to other runs and to sessions, so that a forgotten run is not cyclic garbage."""
+        self.older = self.younger = self.parent = self.owner = None
         if self.host is not None:
             self.host.older = self.host.younger = None
             self.host = None
+
+    def disown(self) -> None:
+        """Record that several sessions have used it."""
+        if self.owner is not None and self.owner.leaf is self:
+            self.owner.leaf = None
+        self.owner = None
 
     def path(self) -> list[Run]:
         """List the runs from the root's child down to this one, in prompt order; empty for the root."""
@@ -301,7 +324,7 @@ class Run(QueueNode):
         assert self.parent is not None and not self.detached, "only a findable run is split"
         head = Run(self.cells, self.start, self.start + count)
         head.on_device, head.pins, head.hits, head.open = self.on_device, self.pins, self.hits, self.open
-        head.use_class, head.last_use = self.use_class, self.last_use
+        head.use_class, head.last_use, head.owner = self.use_class, self.last_use, self.owner
         self.parent.add_child(head)
         self.start += count
         head.add_child(self)
@@ -320,6 +343,7 @@ class Run(QueueNode):
             and parent.pins == self.pins
             and parent.hits == self.hits
             and parent.use_class == self.use_class
+            and parent.owner is self.owner
             and (parent.last_use < 0) == (self.last_use < 0)  # the class of new blocks is unknown
             and parent.open is None
             and self.open is None

@@ -211,10 +211,13 @@ class Tiering:
         self._drop_device(run)
 
     def _is_declined(self, run: Run) -> bool:
-        """True if `run` is worth less than the run that would have to leave the host for it."""
-        if not self._policy.weighs or run.length <= self._residency.host_pool.num_free:
+        """True if `run` never returns, or is worth less than the run that would have to leave the host for it."""
+        order = self._residency.host_order
+        if not self._policy.weighs or order.never_returns(run):
+            return self._policy.weighs
+        if run.length <= self._residency.host_pool.num_free:
             return False
-        victim, order = self._residency.next_host_victim(is_lost=True), self._residency.host_order
+        victim = self._residency.next_host_victim(is_lost=True)
         return victim is not None and order.worth(run) < order.worth(victim)
 
     def _drop_device(self, run: Run) -> None:

@@ -85,6 +85,16 @@ def test_time_of_return_is_taken_and_a_wrong_hint_is_refused_in_one_line(server,
     assert SECRET not in logs
 
 
+def test_session_is_known_by_its_salt_and_by_its_header(server, ask):
+    def is_known(**fields):
+        return server.control("cache/session", return_in_s=9, **fields)["known"]
+
+    ask(document(3), extra_body={"session_id": "seen", "cache_salt": "s"})
+    ask(document(3), extra_headers={"X-Session-ID": "header"})
+    wait_until(lambda: is_known(session_id="seen", cache_salt="s") and is_known(session_id="header"), "both sessions")
+    assert not is_known(session_id="seen")
+
+
 def caught(ask, **options):
     with pytest.raises(openai.BadRequestError) as error:
         ask("x", **options)

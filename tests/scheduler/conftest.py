@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import EVICTION_POLICIES, EvictionOrder
-from fastdeploy_kvcache_v1.scheduler.reuse import ages, history, judge, rates
+from fastdeploy_kvcache_v1.scheduler.reuse import history, judge
 from fastdeploy_kvcache_v1.scheduler.run import QueueNode, Run
 
 
@@ -56,13 +56,10 @@ def other_policies() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="package")
 def fast_learning() -> Iterator[None]:
-    """What a server learns in thousands of requests, these tests learn in some."""
-    age_classes = rates.age_classes(young_bits=2)
+    """What a server learns in thousands of requests, these tests learn in some. A second of their clock is as long as
+    the youngest ages that are told apart.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(history, "REQUESTS_PER_REFRESH", 4)
         patch.setattr(judge, "SHORTEST", 1)
-        patch.setattr(rates, "AGE_CLASSES", age_classes)
-        patch.setattr(rates, "AGE_WIDTHS", rates.age_widths(young_bits=2))
-        patch.setattr(history, "AGE_CLASSES", age_classes)
-        patch.setattr(ages, "FIRST_SPAN", 1)
         yield

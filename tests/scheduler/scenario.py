@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
@@ -27,9 +28,12 @@ from fastdeploy_kvcache_v1.scheduler.run import Run
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back", **options: Any) -> CacheManager:
-    """What leaves next is the oldest, unless `options` say otherwise: tests know that order."""
+    """What leaves next is the oldest, unless `options` say otherwise: tests know that order. It is a second later each
+    time that the manager looks at its clock.
+    """
     options.setdefault("eviction_policy", "lru")
-    return CacheManager(KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), **options))
+    config = KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), **options)
+    return CacheManager(config, clock=count().__next__)
 
 
 def prompt(text: str) -> GivenHashes:

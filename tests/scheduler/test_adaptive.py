@@ -6,11 +6,13 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import BlockHash, NoSpace
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
+from fastdeploy_kvcache_v1.scheduler.policies import eviction
+from fastdeploy_kvcache_v1.scheduler.reuse.history import FIRST_TURN, LEFT, NUM_CLASSES, ReuseHistory
+from fastdeploy_kvcache_v1.scheduler.reuse.rates import NUM_AGES, ReuseRates
 
 from .scenario import cached, manager, run
 
@@ -38,17 +40,13 @@ def favourites_and_strangers(cache: CacheManager, seed: int, num_requests: int) 
     return found
 
 
-def config(eviction: str, device: int = 40, host: int = 0) -> KVCacheConfig:
-    return KVCacheConfig(device, host, block_size=1, eviction_policy=eviction, write_policy=WritePolicy.AUTO)
-
-
 def test_adaptive_order_keeps_reused_blocks_that_lru_evicts() -> None:
-    found = {name: favourites_and_strangers(CacheManager(config(name)), 1, 1500) for name in ("lru", "adaptive")}
+    found = {name: favourites_and_strangers(manager(40, eviction_policy=name), 1, 1500) for name in ("lru", "adaptive")}
     assert found["adaptive"] > 1.8 * found["lru"]
 
 
 def test_adaptive_host_tier_keeps_reused_blocks_and_declines_others() -> None:
-    caches = {name: CacheManager(config(name, 16, 40)) for name in ("lru", "adaptive")}
+    caches = {name: manager(16, 40, "auto", eviction_policy=name) for name in ("lru", "adaptive")}
     found = {name: favourites_and_strangers(cache, 2, 1500) for name, cache in caches.items()}
     assert found["adaptive"] > 1.3 * found["lru"]
     counters = caches["adaptive"].stats().counters
@@ -73,21 +71,24 @@ def test_block_worth_less_than_the_host_victim_is_not_copied(monkeypatch: pytest
 
 
 def test_candidates_are_in_order_of_worth_when_prompts_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 2**run.use_class / (1 + history.now - run.last_use))
+    worths = [[1.037**number / (1 + age) for age in range(NUM_AGES)] for number in range(NUM_CLASSES)]
+    monkeypatch.setattr(ReuseRates, "learned", lambda rates, *doubts: worths)
+    monkeypatch.setattr(eviction, "COMPARISONS", 1 << 62)  # all queues are compared each time
     cache, dice, use_classes = manager(40, eviction_policy="adaptive"), random.Random(1), set()
     for number in range(200):
         text = "".join(dice.choices("abcde", (12, 6, 3, 2, 1), k=dice.randint(1, 6)))
         run(cache, text + "!", str(number))
         candidates = cache._residency.device_order.candidates()
-        worths = [(cache._history.worth(each), each.last_use) for each in candidates]
-        assert worths == sorted(worths)
+        # Blocks that are left behind are queued when that happens, not by their last use.
+        found = [(cache._history.worth(each), each.last_use) for each in candidates if each.use_class != LEFT]
+        assert found == sorted(found)
         use_classes |= {each.use_class for each in cache._tree.runs()}
-    assert len(use_classes) == 5
+    assert len(use_classes) >= 8, "shared blocks, and sessions with some turns"
 
 
 def test_only_the_last_tier_goes_by_worth() -> None:
-    assert config("adaptive").device_order == "adaptive"
-    two = config("adaptive", host=4)
+    assert KVCacheConfig(4, 0, block_size=1, eviction_policy="adaptive").device_order == "adaptive"
+    two = KVCacheConfig(4, 4, block_size=1, eviction_policy="adaptive")
     assert (two.device_order, two.host_order) == ("lru", "adaptive")
 
 
@@ -96,15 +97,15 @@ def test_a_run_that_was_only_looked_at_is_whole_again() -> None:
     for text in ("abcd!", "abcd!"):
         run(cache, text)
     assert cached(cache, "ab") == ["device"] * 2
-    assert [(each.length, each.use_class, each.last_use) for each in cache._tree.runs()] == [(4, 1, 2)]
+    assert [each.length for each in cache._tree.runs()] == [4]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_repeated_blocks_of_a_conversation_keep_their_class_in_new_turns(chunk: int) -> None:
+def test_conversation_is_one_run_of_the_class_of_its_last_turn(chunk: int) -> None:
     """However its blocks are committed: at once, or little by little as they are computed."""
     cache = manager(80, eviction_policy="adaptive")
     hashes = [BlockHash(b"%d" % index) for index in range(72)]
-    for end in (18, 36, 54, 72):
+    for turn, end in enumerate((18, 36, 54, 72)):
         found = cache.match_prefix("turn", GivenHashes(hashes[:end], end + 1)).num_blocks
         cache.allocate("turn", end)
         cache.take_swap_step()
@@ -112,4 +113,4 @@ def test_repeated_blocks_of_a_conversation_keep_their_class_in_new_turns(chunk: 
             cache.commit("turn", min(computed + chunk, end))
         cache.finish("turn")
         cache.check()
-    assert [(run.length, run.use_class) for run, _ in cache._tree.look(hashes)] == [(36, 2), (18, 1), (18, 0)]
+        assert [(run.length, run.use_class) for run, _ in cache._tree.look(hashes)] == [(end, FIRST_TURN + turn)]

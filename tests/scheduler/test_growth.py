@@ -17,10 +17,11 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import Allocation, BlockHash, CacheLevel, CopyResult, NoSpace
+from fastdeploy_kvcache_v1.contract.sessions import LAST_TURN, UNTOLD, SessionHint, session_hint
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import EvictionOrder
-from fastdeploy_kvcache_v1.scheduler.reuse.rates import NUM_CLASSES
+from fastdeploy_kvcache_v1.scheduler.reuse.history import TICKS_PER_SECOND
 from fastdeploy_kvcache_v1.scheduler.run import Run
 
 from .scenario import manager
@@ -61,22 +62,24 @@ def blocks(count: int, tag: int = 0) -> list[BlockHash]:
     return [BlockHash(tag.to_bytes(8, "big") + number.to_bytes(8, "big")) for number in range(count)]
 
 
-def begin(cache: CacheManager, name: str, hashes: list[BlockHash], *, compute: bool = True) -> None:
-    cache.match_prefix(name, GivenHashes(hashes, len(hashes) + 1))
+def begin(
+    cache: CacheManager, name: str, hashes: list[BlockHash], session: SessionHint = UNTOLD, *, compute: bool = True
+) -> None:
+    cache.match_prefix(name, GivenHashes(hashes, len(hashes) + 1, session))
     assert isinstance(cache.allocate(name, len(hashes)), Allocation)
     cache.take_swap_step()
     if compute:
         cache.commit(name, len(hashes))
 
 
-def play(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
-    begin(cache, name, hashes)
+def play(cache: CacheManager, name: str, hashes: list[BlockHash], session: SessionHint = UNTOLD) -> None:
+    begin(cache, name, hashes, session)
     cache.finish(name)
 
 
 @pytest.mark.parametrize(("policy", "host"), [("write_back", 0), *((policy.value, 3000) for policy in WritePolicy)])
-@pytest.mark.parametrize(("eviction", "classes"), [("lru", 0), ("adaptive", NUM_CLASSES)])
-def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int, eviction: str, classes: int) -> None:
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
+def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int, eviction: str) -> None:
     cache = manager(3000, host, policy, max_queued_events=0, eviction_policy=eviction)
     hashes = blocks(2000)
     costs = {}
@@ -91,7 +94,7 @@ def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int, 
     # The copy of the turn's own hashes in `begin` is the test's: 8 bytes a block.
     assert costs[1000].is_like(costs[100]._replace(bytes=costs[100].bytes + 8 * 1000))
     hits_told_apart = cache._tiering._policy.copied_after_hits or 0
-    assert sum(1 for _ in cache._tree.runs()) <= max(2, 1 + hits_told_apart) + classes
+    assert sum(1 for _ in cache._tree.runs()) <= max(2, 1 + hits_told_apart)
     cache.check()
 
 
@@ -187,6 +190,24 @@ def piece_on_the_device(length: int) -> Shaped:
     return cache, lambda: cache.begin_device_store("s", hashes, 128, most=32)
 
 
+def sessions(count: int, return_in_s: float | None = None) -> CacheManager:
+    """As many as there are blocks, each with one, while learned rates rule."""
+    cache = manager(count, max_queued_events=0, eviction_policy="adaptive")
+    cache._history.judge.trusts = True
+    for number in range(count):
+        play(cache, "session", blocks(1, number), session_hint(str(number), return_in_s=return_in_s))
+    return cache
+
+
+def evicting(cache: CacheManager) -> Shaped:
+    return cache, lambda: play(cache, "new", blocks(1, 1 << 20))
+
+
+def session_told_later(count: int) -> Shaped:
+    cache = sessions(count)
+    return cache, lambda: cache.tell_return(session_hint("5", return_in_s=10))
+
+
 SHAPES: dict[str, tuple[Callable[[int], Shaped], int, int]] = {
     # what costs the same: how the shape is built, a small size, a large one
     "a waiting head of a long conversation is matched again": (waiting_head, 50, 500),
@@ -197,6 +218,10 @@ SHAPES: dict[str, tuple[Callable[[int], Shaped], int, int]] = {
     "a piece of a long run is stored": (stored_piece, 256, 4096),
     "the blocks of a turn are stored one turn late": (stored_one_turn_late, 256, 4096),
     "a piece of a long prompt is kept on the device": (piece_on_the_device, 256, 4096),
+    "a session leaves": (lambda count: evicting(sessions(count)), 100, 2000),
+    "a session with a told time leaves": (lambda count: evicting(sessions(count, 1e6)), 100, 2000),
+    "an ended session leaves": (lambda count: evicting(sessions(count, LAST_TURN)), 100, 2000),
+    "it is told when a session comes back": (session_told_later, 100, 2000),
 }
 
 
@@ -209,6 +234,23 @@ def test_cost_of_an_operation_does_not_grow(operation: str) -> None:
         costs.append(work(operate))
         cache.check()
     assert costs[1].is_like(costs[0])
+
+
+def test_run_is_moved_a_few_times_while_its_told_wait_gets_shorter() -> None:
+    """From a told time of an hour to its end, and until all are overdue."""
+    per_run = []
+    for count in (100, 1000):
+        cache = sessions(count, 3600)
+
+        def look(cache: CacheManager = cache, began: int = cache._history.now) -> None:
+            for minute in range(300):
+                cache._history.now = began + minute * 60 * TICKS_PER_SECOND
+                next(cache._residency.device_order.candidates())
+
+        per_run.append(work(look).calls / count)
+        assert cache.stats().counters.wrong_told_returns == count
+        cache.check()
+    assert per_run[1] <= per_run[0]
 
 
 def chain_on_the_host(depth: int) -> CacheManager:
@@ -333,13 +375,16 @@ def test_blocks_being_copied_are_passed_over_once(looks: list[list[BlockHash]]) 
 # ---- what is kept, and what is freed
 
 
-@pytest.mark.parametrize(("policy", "host", "limit"), [("write_back", 0, 400), ("write_through", 4000, 560)])
-def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "host", "eviction", "limit"),
+    [("write_back", 0, "lru", 400), ("write_through", 4000, "lru", 560), ("write_back", 0, "adaptive", 1000)],
+)
+def test_memory_of_the_worst_shape(policy: str, host: int, eviction: str, limit: int) -> None:
     """Every request has one block of its own and shares none: a tree node for each."""
     hashes = blocks(4000, 1)
     gc.collect()
     tracemalloc.start()
-    cache = manager(4000, host, policy, max_queued_events=0)
+    cache = manager(4000, host, policy, max_queued_events=0, eviction_policy=eviction)
     for number, digest in enumerate(hashes):
         play(cache, str(number), [digest])
     gc.collect()
@@ -349,13 +394,14 @@ def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
     assert cache.stats().device_free_blocks == 0
 
 
-def test_runs_forgotten_by_a_reset_are_freed_without_the_garbage_collector() -> None:
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
+def test_runs_forgotten_by_a_reset_are_freed_without_the_garbage_collector(eviction: str) -> None:
     def num_runs() -> int:
         return sum(isinstance(each, Run) for each in gc.get_objects())
 
     gc.collect()
     gc.disable()
-    before, cache = num_runs(), manager(40, 40, "write_through", max_queued_events=0)
+    before, cache = num_runs(), manager(40, 40, "write_through", max_queued_events=0, eviction_policy=eviction)
     for number in range(10):
         play(cache, str(number), [*blocks(2), *blocks(1, 100 + number)])
     cache.reset_cache()

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import merge
-from itertools import islice
-from operator import itemgetter
+from math import inf
+from operator import attrgetter, itemgetter
 
 from ...config import KVCacheConfig, one_of
 from ...contract.flags import Flag
-from ..reuse.history import ReuseHistory
-from ..reuse.rates import NUM_CLASSES
+from ..reuse.history import ENDED, NUM_CLASSES, ReuseHistory
+from ..reuse.rates import AGE_CLASSES, AGE_WIDTHS, NUM_AGES
+from ..reuse.sessions import Session
 from ..run import QueueNode, Run, RunQueue
+
+COMPARISONS = 4
+"""Times that all queues are compared while an LRU cache of this size would replace its content once, at least."""
+
+CAUTION = 2.0
+"""The youngest host copy stands for its queue only if it is worth so many times less than others."""
 
 LOOKED_AT = 8
 """Runs at the young end of a queue among which one without children is searched."""
@@ -54,64 +61,178 @@ class EvictionOrder:
         """Return the value of keeping `run`, for comparison with other runs. Here all are equal."""
         return 0.0
 
+    def never_returns(self, run: Run, /) -> bool:
+        """True if a copy of `run` is not worth making even where there is room."""
+        return False
+
 
 class Adaptive(EvictionOrder):
-    """Evicts the run that is least likely to be reused soon, as `ReuseHistory` has learned.
+    """Evicts the run that is least likely to be used again soon, as `ReuseHistory` has learned or clients have told.
 
-    Each use class (how often blocks were used) has a queue in order of last use. The victim is the oldest run of the
-    queue whose oldest run is worth least, or the oldest of all if they are equal. In a class whose blocks come back
-    only after a while, as when documents are scanned repeatedly, the victim is the youngest run.
+    Each class of `ReuseHistory` has a queue in order of last use. Its oldest and its youngest run stand for it, because
+    worth falls with age in some classes and rises in others: nothing comes back within its own pause. Ended sessions
+    leave first, as long as no other session uses their blocks. Sessions with a told time of return are queued by the
+    length of their wait, in half octaves, and the longest wait stands for all. Waits get shorter meanwhile: a run is
+    moved when it is looked at.
 
-    While `Judge` prefers recency, all runs are worth the same.
+    While `Judge` prefers recency, the run used longest ago is evicted; ended sessions still leave first.
     """
 
     learns = True
 
     def __init__(self, history: ReuseHistory) -> None:
-        super().__init__(NUM_CLASSES)
+        super().__init__(NUM_CLASSES + NUM_AGES)
         self._history = history
-        self._ends = [queue.end for queue in self.queues]
+        self._classes, self._told = self.queues[:NUM_CLASSES], self.queues[NUM_CLASSES:]
+        self._ended = self._classes[ENDED].end
+        self._waits = 0
+        """A bit for each queue of `_told` that may have places."""
+        self._best: RunQueue | None = None
+        """The queue that was worth least. Its runs are evicted as long as they are worth at most `_limit`."""
+        self._limit = 0.0
+        """The least worth of what stands for other queues."""
+        self._stands = _oldest
+        """Returns the run that stands for that queue: the oldest one or the youngest one."""
+        self._valid_until = 0
+        """Time at which all queues are compared again: worths fall with age."""
 
     def worth(self, run: Run) -> float:
         return self._history.worth(run)
+
+    def never_returns(self, run: Run) -> bool:
+        return run.use_class == ENDED and self._history.ended_first
 
     def enter(self, place: QueueNode, /, *, first: bool = False) -> None:
         run = place.run
         if run.last_use < 0:  # loaded from storage or a peer
             run.last_use = self._history.now
-        queue = self.queues[run.use_class]
-        (queue.put_oldest if first else queue.touch)(place)
+        if first:
+            self._queue(run).put_oldest(place)
+            self._limit = min(self._limit, self._history.worth(run))
+        else:
+            self.use(place)
 
     def use(self, place: QueueNode, /) -> None:
-        self.queues[place.run.use_class].touch(place)
+        run = place.run
+        owner = run.owner
+        queue = self._classes[run.use_class] if owner is None or owner.due is None else self._queue(run)
+        end = queue.end
+        if end.older is end:
+            self._limit = min(self._limit, self._history.worth(run))
+        queue.touch(place)
+
+    def _queue(self, run: Run) -> RunQueue:
+        owner = run.owner
+        if owner is None or owner.due is None:
+            return self._classes[run.use_class]
+        wait = max(0, owner.due - self._history.now)
+        number = AGE_CLASSES[(wait * wait).bit_length()]
+        self._waits |= 1 << number
+        return self._told[number]
 
     def candidates(self) -> Iterator[Run]:
-        first = self._first()
-        if first is not None:
+        before = None
+        while (first := self._first()) is not None and first is not before:
             yield first  # usually no second one is needed
+            before = first
+        if before is not None:  # it stays: all others follow in order
             lines = [((self.worth(run), run.last_use, run) for run in queue) for queue in self.queues]
             for _, _, run in merge(*lines, key=itemgetter(0, 1)):
-                if run is not first:
+                if run is not before:
                     yield run
 
     def _first(self) -> Run | None:
-        worth = self._history.worth
-        first, least, last_use = None, 0.0, 0
-        for end in self._ends:
-            link = end.younger
-            if link is not end:
-                assert link is not None
-                run = link.run
-                value = worth(run)
-                if first is None or value < least or (value == least and run.last_use < last_use):
-                    first, least, last_use = run, value, run.last_use
-        if first is not None:
-            for use_class in self._history.ripening:
-                youngest = islice(self.queues[use_class].youngest_first(), LOOKED_AT)
-                young = next((run for run in youngest if not run.pins and not run.children), None)
-                if young is not None and worth(young) < worth(first):
-                    first = young
+        history, ended = self._history, self._ended
+        if ended.younger is not ended and history.ended_first:
+            return _oldest(self._classes[ENDED])
+        if not history.judge.trusts:
+            queues = self.queues if self._waits else self._classes
+            return min(filter(None, map(_oldest, queues)), key=attrgetter("last_use"), default=None)
+        if history.now >= self._valid_until:
+            self._valid_until = history.now + max(AGE_WIDTHS[0], history.lru_age // COMPARISONS)
+            self._move_overdue()
+        elif self._best is not None:
+            run = self._stands(self._best)
+            if run is not None and history.worth(run) <= self._limit:
+                return run
+        return self._choose()
+
+    def _choose(self) -> Run | None:
+        """Compare what stands for each queue, and remember the best queue."""
+        history, first, limit = self._history, self._last_told(), inf
+        now, least = history.now, inf if first is None else history.worth(first)
+        self._best = None
+        for queue, worths in zip(self._classes, history.worths, strict=True):
+            end = queue.end
+            oldest, youngest = end.younger, end.older
+            if oldest is end:
+                continue
+            assert oldest is not None and youngest is not None
+            run = oldest.run
+            age = now - run.last_use
+            value = worths[AGE_CLASSES[(age * age).bit_length()]]
+            if value < least:
+                first, least, limit, self._best, self._stands = run, value, least, queue, _oldest
+            elif value < limit:
+                limit = value
+            if youngest is oldest:
+                continue
+            age = now - youngest.run.last_use
+            value = worths[AGE_CLASSES[(age * age).bit_length()]]
+            if youngest is not youngest.run:  # a host copy, which was just made
+                value *= CAUTION
+            if value < least and (young := _youngest(queue)) is not None:
+                first, least, limit, self._best, self._stands = young, value, least, queue, _youngest
+            elif value < limit:
+                limit = value
+        self._limit = limit
         return first
+
+    def _last_told(self) -> Run | None:
+        """Return the run whose told return is farthest."""
+        while self._waits:
+            number = self._waits.bit_length() - 1
+            end = self._told[number].end
+            place = end.younger
+            assert place is not None
+            if place is end:
+                self._waits &= ~(1 << number)
+            elif (queue := self._queue(place.run)) is self._told[number]:
+                return place.run
+            else:  # its wait is shorter by now, or not told any more
+                queue.touch(place)
+        return None
+
+    def _move_overdue(self) -> None:
+        """Queue the runs of overdue sessions by their classes. Looks no further than the oldest run of each queue."""
+        for number in range(self._waits.bit_length()):
+            end = self._told[number].end
+            while (place := end.younger) is not end:
+                assert place is not None
+                owner = place.run.owner
+                if isinstance(owner, Session) and owner.due is not None and not self._history.is_overdue(owner):
+                    break
+                self._queue(place.run).touch(place)
+
+
+def _youngest(queue: RunQueue) -> Run | None:
+    """Return the youngest run that can leave, among the first few."""
+    place = queue.end.older
+    for _ in range(LOOKED_AT):
+        assert place is not None
+        if place is queue.end:
+            break
+        run = place.run
+        if not run.pins and not run.children:
+            return run
+        place = place.older
+    return None
+
+
+def _oldest(queue: RunQueue) -> Run | None:
+    place = queue.end.younger
+    assert place is not None
+    return None if place is queue.end else place.run
 
 
 EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionOrder]] = {

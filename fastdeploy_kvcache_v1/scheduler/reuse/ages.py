@@ -1,7 +1,7 @@
 """LiveAges: how many blocks were last used how long ago.
 
 An exponential histogram (M. Datar, A. Gionis, P. Indyk, R. Motwani, Maintaining stream statistics over sliding windows,
-SIAM J. Computing 31(6), 2002). Its spans of time grow with age, to at most a quarter of their age.
+SIAM J. Computing 31(6), 2002). Its spans of time grow with age, to at most half of their age.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-FIRST_SPAN = 4
-"""Requests that the youngest spans cover."""
+FIRST_SPAN = 1024
+"""Ticks that the youngest spans cover."""
 
 MERGED_AT_ONCE = 16
 """Spans added before a merge: merging each time would cost more."""
@@ -34,6 +34,10 @@ class LiveAges:
                 self._merge(now)
         return self._weights[-1]
 
+    def add(self, time: int, use_class: int, weight: float) -> None:
+        """Add `weight` last used at `time`, which may be any past time."""
+        self._weights[bisect_right(self._starts, time, 1) - 1][use_class] += weight
+
     def remove(self, time: int, use_class: int, weight: float) -> None:
         """Remove blocks used at `time`: they were used again, or are not watched any more."""
         weights = self._weights[bisect_right(self._starts, time, 1) - 1]
@@ -47,10 +51,10 @@ class LiveAges:
             yield now - end, now - start, weights
             end = start
 
-    def age_of(self, now: int, weight: float) -> int:
+    def age_of(self, now: int, column: int, weight: float) -> int:
         """Return the age below which `weight` lies: the age of the last block of an LRU cache of that size."""
         for young, old, weights in self.spans(now):
-            total = sum(weights)
+            total = weights[column]
             if total >= weight:
                 return young + int((old - young) * weight / total) if total else old
             weight -= total
@@ -60,7 +64,7 @@ class LiveAges:
         """Merge neighbours that together are short for their age."""
         starts, merged, end = [self._starts[-1]], [self._weights[-1]], now
         for start, weights in zip(self._starts[-2::-1], self._weights[-2::-1], strict=True):
-            if 4 * (end - start) <= now - end:
+            if 2 * (end - start) <= now - end:
                 merged[-1] = [one + other for one, other in zip(merged[-1], weights, strict=True)]
                 starts[-1] = start
             else:

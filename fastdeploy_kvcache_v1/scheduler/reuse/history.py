@@ -1,4 +1,4 @@
-"""ReuseHistory: learns from past prompts how soon blocks are used again, and so what keeping a block is worth.
+"""ReuseHistory: learns from past requests when sessions and shared blocks come back, and so what keeping them is worth.
 
 It watches requests, not the cache, so evictions do not change what it learns. A prompt of n blocks costs O(log n).
 Memory is bounded.
@@ -7,115 +7,306 @@ Memory is bounded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from ...contract.messages import BlockHash
+from ...contract.messages import BlockHashes
+from ...contract.sessions import LAST_TURN, SessionHint
+from ..cache_stats import Counters
 from ..run import Run
 from .ages import LiveAges
+from .claims import Claims
 from .judge import Judge
-from .rates import AGE_CLASSES, CLASSES, MOST_USES, NUM_CLASSES, ReuseRates, table
+from .rates import AGE_CLASSES, ReuseRates, worthless
+from .sessions import NEVER, Session, SessionTable
 from .watched import IN_USE, Group, WatchedBlocks, last_watched
 
+TICKS_PER_SECOND = 1024
+
 REQUESTS_PER_REFRESH = 64
+REFRESHES_PER_LESSON = 4
+EARLY = (1, 2, 3)
+"""Refreshes after which worths are computed too."""
 
-ALL_EQUAL = table()
-"""Worth of blocks while eviction falls back to recency."""
+SOONEST = TICKS_PER_SECOND // 4
+"""Told times that are closer count as equal."""
 
-DOUBT = 0.5
-"""Weight of the prior, in average requests: every class starts with the common rate of all classes, at each age."""
+MOST_USES = 8
+USE_CLASSES = tuple(uses.bit_length() for uses in range(MOST_USES + 1))
+"""Class of shared blocks by the number of their uses since they were computed: 0, 1, 2 or 3, 4 to 7, more."""
+LEFT = USE_CLASSES[-1] + 1
+"""Class of a session whose blocks another prompt has left behind: a fork of it, or its client's next prompt."""
+ENDED = LEFT + 1
+"""Class of a session that sends no more requests, as its client told."""
+FIRST_TURN = ENDED + 1
+MOST_TURNS = 6
+NUM_CLASSES = FIRST_TURN + MOST_TURNS
+SESSIONS = 1
+"""Second kind of classes in `ReuseRates`, from `LEFT` on; the first one is that of shared blocks."""
+ALL_BLOCKS = NUM_CLASSES
+"""Column of `LiveAges` for blocks of all classes."""
+
+DOUBT = 0.1
+"""Weight of the prior, in sessions or average requests: every class starts with the common rate, at each age."""
 
 
 Stretch = tuple[int, int]
-"""Consecutive blocks of a prompt that have one class: the depth of the last one in blocks from the start of the prompt,
-and the class. It begins where the next stretch above ends. A plain tuple, because each request makes several.
+"""Consecutive shared blocks of a prompt that have one class: the depth of the last one in blocks from the start of the
+prompt, and the class. It begins where the next stretch above ends. A plain tuple, because each request makes several.
 """
 
 
+class Visit(NamedTuple):
+    """An admitted request."""
+
+    session: Session
+    groups: Sequence[Group]
+    left: Session | None
+    """The session that it left behind, to be queued anew."""
+
+
 class ReuseHistory:
-    """Learns from requests. Its time is the number of admitted requests.
+    """Learns from requests. `clock` returns seconds; the history counts ticks.
 
     `most_watched` returns how many blocks may be watched; `num_evictable` returns how many blocks not in use the cache
     can hold. Both are called again, because the size of the cache may change.
     """
 
-    def __init__(self, most_watched: Callable[[], int], num_evictable: Callable[[], int]) -> None:
-        self.now = 0
-        self._rates = ReuseRates()
-        self._ages = LiveAges(NUM_CLASSES)
-        self.judge = Judge()
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        counters: Counters,
+        most_watched: Callable[[], int],
+        num_evictable: Callable[[], int],
+    ) -> None:
+        self._clock = clock
+        self._counters = counters
         self._most_watched = most_watched
         self._num_evictable = num_evictable
-        self._num_blocks_seen = 0
+        self.now = self._refreshed_at = self._ticks()
+        self._rates = ReuseRates(LEFT, NUM_CLASSES - LEFT)
+        self._ages = LiveAges(NUM_CLASSES + 1, self.now)
+        self.judge = Judge()
+        self._num_requests = self._num_blocks_seen = 0
         self.lru_age = 0
         """Age up to which an LRU cache of this size would still hold a block."""
         self._watched = WatchedBlocks()
-        self._worths = ALL_EQUAL
-        self.ripening: Sequence[int] = ()
-        """Classes whose youngest blocks may be worth less than older ones."""
+        self.sessions = SessionTable()
+        self.claims = Claims(counters)
+        self.ended_first = True
+        """False: blocks of ended sessions are used again, by other sessions."""
+        self._num_refreshes = 0
+        self._learned = self.worths = self._equal = worthless(NUM_CLASSES)
+        """By class, then by class of age. Equal for all while recency rules."""
 
     def __len__(self) -> int:
         """Number of watched blocks."""
         return len(self._watched)
 
+    def _ticks(self) -> int:
+        return int(self._clock() * TICKS_PER_SECOND)
+
     def worth(self, run: Run) -> float:
         """Return the value of keeping a block of `run` per unit of time. Equal for all while recency rules."""
+        owner = run.owner
+        if owner is not None and owner.due is not None and self.judge.trusts:
+            return 1.0 / max(SOONEST, owner.due - self.now)
         age = self.now - run.last_use
-        return self._worths[run.use_class][AGE_CLASSES[(age * age).bit_length()]]
+        return self.worths[run.use_class][AGE_CLASSES[(age * age).bit_length()]]
 
-    def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> Sequence[Group]:
-        """Record an admitted request with these blocks, `num_cached` of them hit. Returns `before` for `ended`."""
-        now = self.now = self.now + 1
+    def arrived(self, sequence: BlockHashes, num_cached: int) -> Visit:
+        """Record an admitted request, `num_cached` blocks of which were hit."""
+        hashes = sequence.hashes
+        now = self.now = self._ticks()
+        self._num_requests += 1
         self._num_blocks_seen += len(hashes)
         held_since = now - self.lru_age
-        known = found_by_lru = 0
-        groups = self._watched.use(hashes, len(hashes))
+        known = found_by_lru = num_forked = 0
+        groups, ages = self._watched.use(hashes, len(hashes)), self._ages
+        session, left = self._session(sequence, num_cached, groups)
         for group in groups:
-            known, time, uses = group.depth, group.time, group.uses
-            if time == IN_USE:
+            known, time, owner, num_blocks = group.depth, group.time, group.owner, group.num_blocks
+            if time == IN_USE or time > held_since:
                 found_by_lru = known
-            else:
-                if time > held_since:
-                    found_by_lru = known
-                use_class, num_blocks = CLASSES[uses], group.num_blocks
-                self._rates.used_again(use_class, now - time, num_blocks)
-                self._ages.remove(time, use_class, num_blocks)
+            if time != IN_USE:
+                ages.remove(time, ALL_BLOCKS, num_blocks)
+                if owner is None:
+                    self._rates.used_again(group.use_class, now - time, num_blocks)
+                    ages.remove(time, group.use_class, num_blocks)
+                elif owner is not session:
+                    num_forked += num_blocks
                 group.time = IN_USE
-            if uses < MOST_USES:
-                group.uses = uses + 1
+            if owner is not session:
+                group.owner = None
+            if group.uses < MOST_USES:
+                group.uses += 1
         self.judge.compare(known if known <= num_cached else last_watched(num_cached), found_by_lru)
-        if not now % REQUESTS_PER_REFRESH:
+        if left is not None and left.last_use != IN_USE:
+            self._leave(left, num_forked)
+        self._counters.named_session_requests += bool(sequence.session.name)
+        if session.last_use != IN_USE:
+            self._counters.continued_session_requests += 1
+            self._returned(session, session.weight)
+            self._check_claim(session)
+            session.last_use = IN_USE
+        if not self._num_requests % REQUESTS_PER_REFRESH:
             self._refresh()
-        return groups
+        return Visit(session, groups, left)
 
-    def ended(self, hashes: Sequence[BlockHash], num_cached: int, before: Sequence[Group] = ()) -> list[Stretch]:
-        """Record the end of a request: its first `num_cached` blocks, which are cached, count as used now. Returns
-        their stretches, the deepest first. `before`: the result of `arrived`, if it was called.
+    def _session(
+        self, sequence: BlockHashes, num_cached: int, groups: Sequence[Group]
+    ) -> tuple[Session, Session | None]:
+        """Return the session that a request continues, and the one that it leaves behind."""
+        hashes, (name, tenant, _) = sequence.hashes, sequence.session
+        left = named = self.sessions.named(name) if name else None
+        if named is not None and named.is_on(hashes):
+            return named, None
+        session = self.sessions.continued(hashes)
+        if (
+            session is None
+            or (name and session.name not in (b"", name))
+            or any(group.owner is None and group.depth >= session.depth for group in groups)  # several have used it
+        ):
+            owner = groups[-1].owner if groups else None
+            if left is None and isinstance(owner, Session):
+                left = owner
+            session = Session(left.turns if left else 0, tenant)
+        if name:
+            self.sessions.name(session, name)
+        return session, left
+
+    def tell(self, hint: SessionHint) -> tuple[Session | None, bool]:
+        """Take note of a time of return that is told apart from a request. Returns the session, if it is known, and
+        True if its blocks are to be queued anew: repeating a time does not make blocks younger.
         """
-        now, last_class = self.now, -1
-        weights, stretches = self._ages.young(now), list[Stretch]()
-        for group in reversed(self._watched.use_all(hashes, num_cached, before)):
-            use_class, num_blocks = CLASSES[group.uses], group.num_blocks
+        session = self.sessions.named(hint.name)
+        if session is None or hint.return_in_s is None:
+            return session, False
+        self.now, before = self._ticks(), (session.due, session.use_class)
+        self._claim(session, hint.tenant, hint.return_in_s)
+        if session.last_use != IN_USE:
+            self._reclass(session, self._class(session))
+        return session, before != (session.due, session.use_class)
+
+    def _claim(self, session: Session, tenant: bytes, return_in_s: float) -> None:
+        """Take note of a time of return, counted from now."""
+        self._counters.told_returns += 1
+        self.claims.count(tenant, (return_in_s == LAST_TURN) - (session.told == NEVER), 0)
+        session.told, session.due = NEVER, None
+        session.is_believed = self.claims.believes(tenant)
+        if return_in_s != LAST_TURN:
+            session.told = self.now + int(return_in_s * TICKS_PER_SECOND)
+            session.due = session.told if session.is_believed else None
+
+    def _class(self, session: Session) -> int:
+        if session.told == NEVER and session.is_believed:
+            return ENDED
+        turns = session.turns or 1
+        return FIRST_TURN - 1 + (turns if turns < MOST_TURNS else MOST_TURNS)
+
+    def _reclass(self, session: Session, use_class: int) -> None:
+        self._ages.remove(session.last_use, session.use_class, session.weight)
+        session.use_class = use_class
+        self._ages.add(session.last_use, use_class, session.weight)
+
+    def _check_claim(self, session: Session) -> None:
+        """Compare the return of a session with what its client told: right within a factor of 4."""
+        told, session.told, session.due = session.told, None, None
+        if told == NEVER:
+            self.claims.count(session.tenant, 0, 1)
+        elif told is not None:
+            claimed, gap = told - session.last_use, self.now - session.last_use
+            is_wrong = not claimed - TICKS_PER_SECOND <= 4 * gap <= 16 * (claimed + TICKS_PER_SECOND)
+            self.claims.count(session.tenant, 1, int(is_wrong))
+
+    def is_overdue(self, session: Session) -> bool:
+        """True if the told time has passed by three times its wait. It does not count any more then."""
+        due = session.due
+        if due is None or session.last_use == IN_USE:
+            return False
+        if self.now - session.last_use <= 4 * (due - session.last_use + TICKS_PER_SECOND):
+            return False
+        session.told = session.due = None
+        self.claims.count(session.tenant, 1, 1)
+        return True
+
+    def _returned(self, session: Session, weight: float) -> None:
+        self._rates.used_again(session.use_class, self.now - session.last_use, weight)
+        self._ages.remove(session.last_use, session.use_class, weight)
+
+    def _leave(self, session: Session, num_forked: int) -> None:
+        """Count the blocks that another session took over as used again, and give the others their class."""
+        used = session.weight * min(1.0, num_forked / max(1, session.num_blocks))
+        self._returned(session, used)
+        session.weight -= used
+        session.num_blocks = max(0, session.num_blocks - num_forked)
+        session.told = session.due = None
+        self._reclass(session, LEFT)
+
+    def ended(
+        self, sequence: BlockHashes, num_cached: int, visit: Visit | None, num_prompt: int, *, resumes: bool = False
+    ) -> tuple[Session, list[Stretch]]:
+        """Record the end of a request: its first `num_cached` blocks, which are cached, count as used now. Returns
+        its session, and the stretches of its shared blocks, the deepest first. `visit`: the result of `arrived`, if it
+        was called. The prompt has `num_prompt` full blocks. `resumes`: it was preempted, so its session goes on.
+        """
+        hashes, hint = sequence.hashes, sequence.session
+        now = self.now = self._ticks()
+        if visit is not None:
+            session, groups, _ = visit
+        else:
+            groups = self._watched.use(hashes, num_cached)
+            session, _ = self._session(sequence, num_cached, groups)
+        groups = self._watched.use(hashes, num_cached, groups, session)
+        ages, stretches, last_class, num_own = self._ages, [], -1, 0
+        weights = ages.young(now)
+        if session.last_use != IN_USE:  # another request of it has ended before
+            ages.remove(session.last_use, session.use_class, session.weight)
+        session.turns += not resumes
+        session.last_use, session.weight = now, 1.0
+        if hint.return_in_s is not None and not resumes:
+            self._claim(session, hint.tenant, hint.return_in_s)
+        session.use_class = self._class(session)
+        self.sessions.ended(session, hashes, num_prompt if num_prompt < len(hashes) else len(hashes))
+        weights[session.use_class] += 1.0
+        if groups:
+            weights[ALL_BLOCKS] += groups[-1].depth
+        for group in reversed(groups):
+            num_blocks, owner = group.num_blocks, group.owner
+            if group.time != IN_USE:  # another request that used them has ended before
+                ages.remove(group.time, ALL_BLOCKS, num_blocks)
+                if owner is None:
+                    ages.remove(group.time, group.use_class, num_blocks)
+            group.time = now
+            if owner is session:
+                num_own += num_blocks
+                continue
+            group.owner = None
+            use_class = group.use_class = USE_CLASSES[group.uses]
+            weights[use_class] += num_blocks
             if use_class != last_class:
                 stretches.append((group.depth, use_class))
                 last_class = use_class
-            if group.time != IN_USE:  # another request that used them has ended before
-                self._ages.remove(group.time, use_class, num_blocks)
-            weights[use_class] += num_blocks
-            group.time = now
-        self._watched.make_room(self._most_watched())
-        return stretches
+        session.num_blocks = num_own
+        return session, stretches
 
     def forget(self) -> None:
-        """Forget all watched blocks, because the cache was emptied. Learned rates stay."""
+        """Forget all watched blocks and sessions, because the cache was emptied. Learned rates stay."""
         self._watched.forget()
-        self._ages = LiveAges(NUM_CLASSES, self.now)
+        self.sessions.forget()
+        self._ages = LiveAges(NUM_CLASSES + 1, self.now)
 
     def _refresh(self) -> None:
+        ticks, self._refreshed_at = self.now - self._refreshed_at, self.now
         for young, old, weights in self._ages.spans(self.now):
-            self._rates.exposed((young + old) // 2, weights, REQUESTS_PER_REFRESH)
-        self.lru_age = self._ages.age_of(self.now, self._num_evictable())
+            self._rates.exposed((young + old) // 2, weights, ticks)
+        self._counters.predicted_session_returns = sum(self._rates.predicted[LEFT:])
+        self.lru_age = self._ages.age_of(self.now, ALL_BLOCKS, self._num_evictable())
         if self.lru_age < self.now:
             self.judge.refresh()
-        self._worths, self.ripening = ALL_EQUAL, ()
-        if self.judge.trusts:
-            self._worths, self.ripening = self._rates.learned(DOUBT * self._num_blocks_seen / self.now)
+        if self._num_refreshes in EARLY or not self._num_refreshes % REFRESHES_PER_LESSON:
+            self._learned = self._rates.learned(DOUBT * self._num_blocks_seen / self._num_requests, DOUBT)
+            self.ended_first = self._rates.is_rare(ENDED, SESSIONS)
+        self._num_refreshes += 1
+        self._watched.make_room(self._most_watched())
+        self.worths = self._learned if self.judge.trusts else self._equal
         self._rates.fade()

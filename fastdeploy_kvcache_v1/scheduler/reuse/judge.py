@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import hypot, sqrt
 
-DECAY = 0.98
-"""Per refresh: a comparison covers about the last 50."""
-SURE = 1.5
+DECAY = 0.95
+"""Per refresh: a comparison covers about the last 20."""
+SURE = 0.7
 """Standard errors by which learned rates must hit less than recency would before recency takes over."""
-LEAST, MOST = 0.01, 0.05
+LEAST, MOST = 0.01, 0.1
 """Bounds of that margin, as a share of the hits of recency."""
 SHORTEST = 8
 LONGEST = 512

@@ -1,6 +1,6 @@
-"""ReuseRates: the chance that a block is used again soon, given how often and how long ago it was used.
+"""ReuseRates: the chance that something comes back soon, given its class and how long ago it was used last.
 
-A block's worth is the most that keeping it can earn per unit of time. Over all horizons, it is the best ratio of the
+Its worth is the most that keeping it can earn per unit of time. Over all horizons, it is the best ratio of the
 chance of a use within the horizon to the expected wait. That is the Gittins index of a job whose service is the wait
 for the next use (J. C. Gittins, Bandit processes and dynamic allocation indices, J. Royal Statistical Society B 41(2),
 1979). With one horizon, the age at eviction, it would be the "hit density" of LHD (N. Beckmann, H. Chen, A. Cidon, LHD:
@@ -10,25 +10,19 @@ improving cache hit rate by maximizing hit density, NSDI 2018).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isqrt
 
-MOST_USES = 8
-CLASSES = tuple(uses.bit_length() for uses in range(MOST_USES + 1))
-"""Use class by number of uses since the block was computed: 0, 1, 2 or 3, 4 to 7, more."""
-NUM_CLASSES = CLASSES[-1] + 1
-NUM_AGES = 41
-"""Classes of ages, counted in requests: below 8, then two per octave."""
-DECAY = 0.98
-"""Per refresh: observations of 50 refreshes ago count a third."""
-
-RIPE = 0.5
-"""A class comes back late if its youngest blocks are worth less than this share of its best ones."""
+NUM_AGES = 32
+"""Classes of ages: below 1,024 ticks, then two per octave, up to nine hours."""
+DECAY = 0.995
+"""Per refresh: observations of 200 refreshes ago count a third."""
 
 Table = list[list[float]]
-"""Numbers by use class, then by class of age."""
+"""Numbers by class, then by class of age."""
 
-YOUNG_BITS = 6
-"""Bits of the square of an age below 8."""
+YOUNG_BITS = 20
+"""Bits of the square of an age below 1,024 ticks."""
 
 
 def age_classes(young_bits: int) -> tuple[int, ...]:
@@ -47,54 +41,73 @@ AGE_WIDTHS = age_widths(YOUNG_BITS)
 
 
 class ReuseRates:
-    """Blocks that were used again, and blocks that could have been, by class and age, with exponential forgetting."""
+    """Things that came back, and things that could have, by class and age, with exponential forgetting.
 
-    def __init__(self) -> None:
-        self._used = table()
-        self._exposed = table()
+    Classes are of several kinds: `kinds` has the number of classes of each. A class that is not known well is like the
+    others of its kind.
+    """
 
-    def used_again(self, use_class: int, age: int, num_blocks: int) -> None:
-        self._used[use_class][AGE_CLASSES[(age * age).bit_length()]] += num_blocks
+    def __init__(self, *kinds: int) -> None:
+        ends = list(accumulate(kinds))
+        self._kinds = [slice(end - count, end) for count, end in zip(kinds, ends, strict=True)]
+        self._used = worthless(ends[-1])
+        self._exposed = worthless(ends[-1])
+        self._rates = worthless(ends[-1])
+        self.predicted = [0.0] * ends[-1]
+        """Uses that the learned rates predicted, by class."""
 
-    def exposed(self, age: int, num_blocks: Sequence[float], num_requests: int) -> None:
-        """Record that each of `num_requests` could have used these blocks of that age, given by class."""
+    def used_again(self, number: int, age: int, weight: float) -> None:
+        self._used[number][AGE_CLASSES[(age * age).bit_length()]] += weight
+
+    def exposed(self, age: int, weights: Sequence[float], ticks: int) -> None:
+        """Record that things of that age, weighted by class, could have been used during `ticks`."""
         age_class = AGE_CLASSES[(age * age).bit_length()]
-        for exposed, count in zip(self._exposed, num_blocks, strict=True):
-            exposed[age_class] += num_requests * count
+        for number in range(len(self._used)):
+            if weights[number]:
+                chances = ticks * weights[number]
+                self._exposed[number][age_class] += chances
+                self.predicted[number] += chances * self._rates[number][age_class]
+
+    def is_rare(self, number: int, kind: int) -> bool:
+        """True if a class is used less than an eighth as often as the others of its kind, as far as is known."""
+        uses, chances = sum(self._used[number]), sum(self._exposed[number])
+        all_uses, all_chances = (sum(map(sum, table[self._kinds[kind]])) for table in (self._used, self._exposed))
+        return 8 * uses * (all_chances - chances) <= (all_uses - uses) * chances
 
     def fade(self) -> None:
         for row in (*self._used, *self._exposed):
             row[:] = [DECAY * value for value in row]
 
-    def learned(self, doubt: float) -> tuple[Table, Sequence[int]]:
-        """Return the worth of a block by class and age, and the classes whose blocks are worth more when older.
-
-        The worth is 0 while nothing is known. Each class has a prior: `doubt` blocks used at the rate of all classes.
+    def learned(self, *doubts: float) -> Table:
+        """Return the worth of each class by age. It is 0 while nothing is known. Each class has a prior: a weight of
+        the doubt of its kind, used at the common rate of the kind.
         """
-        worths, shared = [], self._shared_rates()
-        for used, exposed in zip(self._used, self._exposed, strict=True):
-            rates = [
-                (uses + doubt) / (chances + doubt / rate) if rate else 0.0
-                for uses, chances, rate in zip(used, exposed, shared, strict=True)
+        self._rates = []
+        for kind, doubt in zip(self._kinds, doubts, strict=True):
+            used, exposed = self._used[kind], self._exposed[kind]
+            shared = _shared_rates(used, exposed)
+            self._rates += [
+                [
+                    (uses + doubt) / (chances + doubt / rate) if rate else 0.0
+                    for uses, chances, rate in zip(*rows, shared, strict=True)
+                ]
+                for rows in zip(used, exposed, strict=True)
             ]
-            worths.append(_best_ratios(rates))
-        return worths, [use_class for use_class, row in enumerate(worths) if row[0] < RIPE * max(row)]
-
-    def _shared_rates(self) -> list[float]:
-        """Return uses per block and request of all classes. Without data at an age: half the rate of the age before."""
-        rates, rate = list[float](), 0.0
-        for uses, chances in zip(_totals(self._used), _totals(self._exposed), strict=True):
-            rate = uses / chances if uses and chances else rate / 2
-            rates.append(rate)
-        return rates
+        return [_best_ratios(rates) for rates in self._rates]
 
 
-def table() -> Table:
-    return [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
+def _shared_rates(used: Table, exposed: Table) -> list[float]:
+    """Return uses per tick of all classes. Without data at an age: half the rate of the age before."""
+    rates, rate = list[float](), 0.0
+    for uses, chances in zip(*(map(sum, zip(*table, strict=True)) for table in (used, exposed)), strict=True):
+        rate = uses / chances if uses and chances else rate / 2
+        rates.append(rate)
+    return rates
 
 
-def _totals(table: Table) -> list[float]:
-    return [sum(column) for column in zip(*table, strict=True)]
+def worthless(num_classes: int) -> Table:
+    """Make a table of zeros."""
+    return [[0.0] * NUM_AGES for _ in range(num_classes)]
 
 
 def _best_ratios(rates: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""WatchedBlocks: a sample of the blocks of past prompts, four per octave of depth, in groups used by the same requests.
+"""WatchedBlocks: a sample of the blocks of past prompts, two per octave of depth, in groups used by the same requests.
 
 A request that uses a whole group costs O(1), independent of its size. A group is cut where a prompt leaves it or ends.
 """
@@ -9,20 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from ...contract.messages import BlockHash
+from ..run import Owner
 
-PER_OCTAVE = 4
-DEEPEST = 1 << 26
-
-
-def _depths() -> tuple[int, ...]:
-    depths, step = list(range(1, PER_OCTAVE)), 1
-    while depths[-1] < DEEPEST:
-        depths += [step * mantissa for mantissa in range(PER_OCTAVE, 2 * PER_OCTAVE)]
-        step *= 2
-    return tuple(depths)
-
-
-DEPTHS = _depths()
+DEPTHS = (1, *(mantissa << octave for octave in range(26) for mantissa in (2, 3)))
 """Depths of watched blocks, in blocks from the start of the prompt, ascending. They are the same for every prompt, so
 prompts with a common prefix share watched blocks. Each one also stands for the blocks behind the one before it."""
 
@@ -41,24 +30,25 @@ def last_watched(depth: int) -> int:
 class Group:
     """Consecutive watched blocks of a prompt: those at `DEPTHS[begin:end]`."""
 
-    __slots__ = ("begin", "depth", "end", "generation", "time", "uses")
+    __slots__ = ("begin", "depth", "end", "generation", "num_blocks", "owner", "time", "use_class", "uses")
 
-    def __init__(self, begin: int, end: int, uses: int, time: int, generation: int) -> None:
+    def __init__(self, begin: int, end: int, uses: int, time: int, generation: int, owner: Owner | None) -> None:
         self.begin = begin
         self.end = end
         self.depth = DEPTHS[end - 1]
         """Depth of its last block."""
+        self.num_blocks = self.depth - ABOVE[begin]
+        """Number of blocks that the watched ones stand for."""
         self.uses = uses
         """Number of later requests that found them computed, counted up to `MOST_USES`."""
         self.time = time
         """Time of the last use, or `IN_USE`."""
+        self.owner = owner
+        """The session that alone has used them; None: several have."""
+        self.use_class = 0
+        """At the end of the last request that used them."""
         self.generation = generation
         """Last generation in which they were used; it holds their hashes."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks that the watched ones stand for."""
-        return self.depth - ABOVE[self.begin]
 
 
 class WatchedBlocks:
@@ -78,11 +68,14 @@ class WatchedBlocks:
         """Number of kept hashes. `make_room` bounds it, except for the hashes of one prompt."""
         return len(self._young) + len(self._old)
 
-    def use(self, hashes: Sequence[BlockHash], num_blocks: int, before: Sequence[Group] = ()) -> list[Group]:
+    def use(
+        self, hashes: Sequence[BlockHash], num_blocks: int, before: Sequence[Group] = (), owner: Owner | None = None
+    ) -> list[Group]:
         """Return the known groups of the first `num_blocks` of a prompt, in prompt order. The last group is cut where
         the prompt leaves it. O(groups), plus O(log n) for a group that is cut or changes its generation.
 
-        `before`: an earlier result for the same prompt. Groups that have not changed are not looked up again.
+        `before`: an earlier result for the same prompt. Groups that have not changed are not looked up again. `owner`:
+        unknown blocks become a new group of it, which is `IN_USE`.
         """
         groups: list[Group] = []
         generation, end, begin = self._generation, bisect_right(DEPTHS, num_blocks), 0
@@ -91,45 +84,34 @@ class WatchedBlocks:
                 break
             groups.append(same)
             begin = same.end
-        if begin == end:
-            return groups
-        young, old, num_unchanged = self._young, self._old, len(groups)
-        while begin < end:
-            block = hashes[DEPTHS[begin] - 1]
-            group = young.get(block) or old.get(block)
-            if group is None:
-                break
+        num_unchanged = len(groups)
+        while begin < end and (group := self._group(hashes[DEPTHS[begin] - 1])) is not None:
             assert group.begin == begin, "a prompt that shares a block shares all before it"
             groups.append(group)
             begin = group.end
         if len(groups) > num_unchanged:
             last = groups[-1]
             if last.end > end or self._group(hashes[last.depth - 1]) is not last:  # the prompt leaves it
-                groups[-1] = self._cut(last, hashes, end)
-        for group in groups[num_unchanged:]:
-            if group.generation != generation:
-                group.generation = generation
-                self._name(group, hashes)
+                last = groups[-1] = self._cut(last, hashes, end)
+                begin = last.end
+            for group in groups[num_unchanged:]:
+                if group.generation != generation:
+                    group.generation = generation
+                    self._name(group, hashes)
+        if owner is not None and begin < end:
+            group = Group(begin, end, 0, IN_USE, generation, owner)
+            self._name(group, hashes)
+            groups.append(group)
         return groups
 
     def _group(self, block: BlockHash) -> Group | None:
         return self._young.get(block) or self._old.get(block)
 
-    def use_all(self, hashes: Sequence[BlockHash], num_blocks: int, before: Sequence[Group] = ()) -> list[Group]:
-        """As `use`, but with a new group, which is `IN_USE`, for unknown blocks."""
-        groups, end = self.use(hashes, num_blocks, before), bisect_right(DEPTHS, num_blocks)
-        known = groups[-1].end if groups else 0
-        if known < end:
-            group = Group(known, end, 0, IN_USE, self._generation)
-            self._name(group, hashes)
-            groups.append(group)
-        return groups
-
     def make_room(self, most_blocks: int) -> None:
         """Forget the older generation if the younger one has more than half of `most_blocks`. After a decrease of
         `most_blocks`, more blocks are kept until the younger generation is full again.
         """
-        if len(self._young) > most_blocks // 2:
+        if 2 * len(self._young) > most_blocks:
             self._generation += 1
             self._young, self._old = {}, self._young
 
@@ -145,9 +127,11 @@ class WatchedBlocks:
 
         begin = group.begin + 1  # the first one is the prompt's
         begin += bisect_left(range(begin, min(group.end, end)), True, key=is_left)
-        upper = Group(group.begin, begin, group.uses, group.time, self._generation)
+        upper = Group(group.begin, begin, group.uses, group.time, self._generation, group.owner)
+        upper.use_class = group.use_class
         self._name(upper, hashes)
         group.begin = begin
+        group.num_blocks -= upper.num_blocks
         return upper
 
     def _name(self, group: Group, hashes: Sequence[BlockHash]) -> None:

@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from .conftest import traffic
 
 WARM_UP = 1500
+SECONDS_PER_REQUEST = 0.3
 
 
 def stack_traffic(num_fit, new, depth, num_requests):
@@ -34,7 +35,8 @@ def stack_traffic(num_fit, new, depth, num_requests):
 
 def percent_found(prompts, num_fit, num_blocks, eviction):
     config = KVCacheConfig(num_fit * num_blocks, block_size=1, eviction_policy=eviction, max_queued_events=0)
-    cache, found = CacheManager(config), 0
+    found, number = 0, 0
+    cache = CacheManager(config, clock=lambda: SECONDS_PER_REQUEST * number)
     for number, prompt in enumerate(prompts):
         hashes = [BlockHash(b"%d/%d" % (prompt, index)) for index in range(num_blocks)]
         match = cache.match_prefix("r", GivenHashes(hashes, num_blocks + 1))

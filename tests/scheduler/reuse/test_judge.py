@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import random
+from math import sqrt
+from operator import mul
+
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.reuse import judge
-from fastdeploy_kvcache_v1.scheduler.reuse.judge import Judge
+from fastdeploy_kvcache_v1.scheduler.reuse.judge import Judge, Share
 
 
 @pytest.fixture(autouse=True)
 def terms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "SHORTEST", 8)
     monkeypatch.setattr(judge, "LONGEST", 64)
+
+
+def test_share_is_a_ratio_of_sums_and_its_error_that_of_the_residuals() -> None:
+    dice, share = random.Random(1), Share()
+    seen = [(dice.randint(50, 150), dice.randint(80, 120)) for _ in range(60)]
+    for found, estimate in seen:
+        share.add(found, estimate)
+    weights = [judge.DECAY**age for age in reversed(range(60))]
+    found, estimate = (sum(map(mul, weights, column)) for column in zip(*seen, strict=True))
+    rests = [one - found / estimate * other for one, other in seen]
+    assert share.value == pytest.approx(found / estimate)
+    assert share.error == pytest.approx(sqrt(sum(map(mul, weights, (rest**2 for rest in rests)))) / found)
+    assert (Share().value, Share().error) == (1.0, 0.0)
 
 
 def term(it: Judge, found: int, estimate: int, most: int = 1000) -> int:
@@ -31,6 +48,12 @@ def test_recency_rules_first_and_learned_rates_afterwards() -> None:
     assert term(it, 100, 100) == 8
     assert it.trusts
     assert term(it, 100, 100) == 1000
+
+
+def test_rates_have_their_shortest_term_however_little_they_hit() -> None:
+    it = Judge()
+    term(it, 100, 100)
+    assert term(it, 1, 100) == 8
 
 
 def test_rates_that_hit_less_are_dropped_longer_each_time_up_to_a_limit() -> None:
@@ -58,3 +81,14 @@ def test_loss_above_one_per_cent_is_doubted_if_it_is_significant() -> None:
     assert term(it, 985, 1000) == 8
     term(it, 1000, 1000)
     assert term(it, 992, 1000) == 1000, "less is never doubted"
+
+
+def test_rates_that_ruled_long_without_a_loss_are_dropped_for_a_short_term() -> None:
+    it = Judge()
+    for _ in range(4):
+        term(it, 100, 100)
+        term(it, 80, 100)
+    term(it, 100, 100)
+    assert term(it, 100, 100, most=64) == 64
+    assert term(it, 80, 100) < 50
+    assert term(it, 100, 100) == 16, "twice the shortest"

@@ -7,40 +7,37 @@ from itertools import accumulate
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.reuse import rates as module
-from fastdeploy_kvcache_v1.scheduler.reuse.rates import CLASSES, NUM_AGES, NUM_CLASSES, ReuseRates, _best_ratios
-
-
-@pytest.fixture(autouse=True)
-def real_ages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of this package tell young ages apart, too."""
-    monkeypatch.setattr(module, "AGE_CLASSES", module.age_classes(module.YOUNG_BITS))
-    monkeypatch.setattr(module, "AGE_WIDTHS", module.age_widths(module.YOUNG_BITS))
-
-
-@pytest.mark.parametrize(
-    ("young_bits", "first"), [(module.YOUNG_BITS, [0, 8, 12, 16, 23, 32, 46, 64]), (2, [0, 2, 3, 4, 6, 8, 12, 16])]
+from fastdeploy_kvcache_v1.scheduler.reuse.rates import (
+    AGE_CLASSES,
+    AGE_WIDTHS,
+    NUM_AGES,
+    ReuseRates,
+    _best_ratios,
 )
-def test_an_octave_of_ages_has_two_classes_and_they_follow_each_other(young_bits: int, first: list[int]) -> None:
-    begins = [0, *accumulate(module.age_widths(young_bits)[:-1])]
-    assert begins[:8] == first
-    classes = module.age_classes(young_bits)
-    for age in (*range(200), *(begin + step for begin in begins for step in (-1, 0, 1) if begin)):
-        found = classes[(age * age).bit_length()]
+
+COUNT = 5
+"""Classes of one kind."""
+
+
+def test_an_octave_of_ages_has_two_classes_and_they_follow_each_other() -> None:
+    begins = [0, *accumulate(AGE_WIDTHS[:-1])]
+    assert begins[:8] == [0, 1024, 1449, 2048, 2897, 4096, 5793, 8192]
+    for age in (*range(0, 20_000, 7), *(begin + step for begin in begins for step in (-1, 0, 1) if begin)):
+        found = AGE_CLASSES[(age * age).bit_length()]
         assert begins[found] <= age
         assert found == NUM_AGES - 1 or age < begins[found + 1]
 
 
-def worth(rates: ReuseRates, use_class: int, age: int) -> float:
-    worths, _ = rates.learned(1.0)
-    return worths[use_class][module.AGE_CLASSES[(age * age).bit_length()]]
+def worth(rates: ReuseRates, number: int, seconds: int, doubt: float = 1.0) -> float:
+    age = 1024 * seconds
+    return rates.learned(doubt)[number][AGE_CLASSES[(age * age).bit_length()]]
 
 
 def best_ratio(rates: list[float], age: int) -> float:
     """Over every horizon, one by one."""
     unused, wait, best = 1.0, 0.0, 0.0
     for later in range(age, len(rates)):
-        width = module.AGE_WIDTHS[later]
+        width = AGE_WIDTHS[later]
         left = unused / (1 + rates[later] * width)
         wait += width * (unused + left) / 2
         unused = left
@@ -51,46 +48,83 @@ def best_ratio(rates: list[float], age: int) -> float:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_hull_finds_the_best_horizon_of_every_age(seed: int) -> None:
     dice = random.Random(seed)
-    rates = [dice.choice([0.0, dice.random() / (1 + 2**age)]) for age in range(NUM_AGES)]
+    rates = [dice.choice([0.0, dice.random() / (1024 + 2**age)]) for age in range(NUM_AGES)]
     assert _best_ratios(rates) == pytest.approx(
         [best_ratio(rates, age) for age in range(NUM_AGES)], rel=1e-6, abs=1e-15
     )
 
 
+def exposed(rates: ReuseRates, number: int, seconds: int, weight: float) -> None:
+    rates.exposed(1024 * seconds, [weight * (each == number) for each in range(COUNT)], 1)
+
+
 def taught(*lessons: tuple[int, int, float, float]) -> ReuseRates:
-    """Each: uses, age, blocks used again, blocks that could have been, times requests."""
-    rates = ReuseRates()
-    for uses, age, used, exposed in lessons:
-        rates.used_again(uses, age, int(used))
-        rates.exposed(age, [exposed if use_class == CLASSES[uses] else 0 for use_class in range(NUM_CLASSES)], 1)
+    """Each: class, age in seconds, blocks used again, blocks that could have been, times ticks."""
+    rates = ReuseRates(COUNT)
+    for number, seconds, used, could in lessons:
+        rates.used_again(number, 1024 * seconds, used)
+        exposed(rates, number, seconds, could)
     return rates
 
 
 def test_class_that_is_used_more_often_is_worth_more() -> None:
-    rates = taught((0, 10, 10, 10_000), (1, 10, 1_000, 10_000))
+    rates = taught((0, 10, 10, 1e7), (1, 10, 1_000, 1e7))
     assert worth(rates, 1, 10) > 5 * worth(rates, 0, 10)
 
 
 def test_block_that_comes_back_late_is_worth_more_just_before_its_next_use() -> None:
-    rates = taught((0, 300, 1_000, 10_000), (0, 10, 0, 10_000), (0, 100, 0, 10_000))
+    rates = taught((0, 300, 1_000, 1e7), (0, 10, 0, 1e7), (0, 100, 0, 1e7))
     assert worth(rates, 0, 300) > worth(rates, 0, 10) > 0
 
 
 def test_class_with_little_evidence_is_worth_the_common_rate() -> None:
-    rates = taught((0, 10, 1_000, 100_000), (3, 10, 0, 1))
-    assert worth(rates, CLASSES[3], 10) == pytest.approx(worth(rates, 0, 10), rel=0.1)
+    rates = taught((0, 10, 1_000, 1e8), (3, 10, 0, 1e3))
+    assert worth(rates, 3, 10) == pytest.approx(worth(rates, 0, 10), rel=0.1)
 
 
 def test_old_lessons_fade() -> None:
-    rates = taught((0, 10, 1_000, 10_000))
+    rates = taught((0, 10, 1_000, 1e7))
     before = worth(rates, 0, 10)
     for _ in range(300):
         rates.fade()
-        rates.exposed(10, [10_000] + [0] * (NUM_CLASSES - 1), 1)
+        exposed(rates, 0, 10, 1e7)
     assert worth(rates, 0, 10) < before / 50
 
 
-def test_a_class_that_comes_back_after_a_while_ripens_and_others_do_not() -> None:
-    lessons = [(0, age, 0, 10_000) for age in (1, 10, 100)] + [(0, 300, 5_000, 10_000)]
-    assert 0 in taught(*lessons).learned(1.0)[1]
-    assert taught((0, 4, 5_000, 10_000), (0, 10, 500, 10_000), (0, 100, 50, 10_000)).learned(1.0)[1] == []
+def test_a_class_without_evidence_is_like_the_others_of_its_kind_alone() -> None:
+    rates = ReuseRates(2, 3)
+    rates.used_again(0, 0, 1_000)
+    rates.used_again(2, 0, 10)
+    rates.exposed(0, [1e7, 0, 1e7, 0, 0], 1)
+    often, like_often, rare, *like_rare = (worths[0] for worths in rates.learned(1.0, 1.0))
+    assert like_often == pytest.approx(often, rel=0.01)
+    assert like_rare == pytest.approx([rare] * 2, rel=0.1)
+    assert often > 50 * rare
+
+
+def test_doubt_of_its_kind_says_how_soon_a_class_is_believed() -> None:
+    """It came back ten times as often as the others of its kind, 50 times up to now."""
+    rates = taught((0, 10, 1_000, 1e8), (1, 10, 50, 5e5))
+    much, little = (worth(rates, 1, 10, doubt) / worth(rates, 0, 10, doubt) for doubt in (1, 1e4))
+    assert much > 4
+    assert 1 <= little < 1.1
+
+
+def test_class_is_rare_below_an_eighth_of_the_use_of_its_kind() -> None:
+    for uses, is_rare in ((10, True), (13, False)):
+        rates = ReuseRates(1, 2)
+        rates.used_again(0, 0, 0.1)  # of another kind
+        rates.used_again(1, 0, 100)
+        rates.used_again(2, 0, uses)
+        rates.exposed(0, [1e9, 1e6, 1e6], 1)
+        assert rates.is_rare(2, 1) is is_rare
+        assert not rates.is_rare(1, 1)
+    assert ReuseRates(1, 2).is_rare(2, 1), "nothing is known"
+
+
+def test_predictions_are_what_the_learned_rates_expect_of_new_chances() -> None:
+    rates = taught((0, 10, 1_000, 1e7))
+    assert rates.predicted == [0.0] * COUNT, "nothing was learned yet"
+    rates.learned(1e-6)
+    exposed(rates, 0, 10, 5e6)
+    assert rates.predicted == pytest.approx([500, 0, 0, 0, 0], rel=1e-3)
