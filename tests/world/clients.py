@@ -6,8 +6,14 @@ import random
 from collections.abc import Hashable
 from typing import Any
 
+from fastdeploy_kvcache_v1.contract.sessions import LAST_TURN, SessionHint, session_hint
+
 from .chance import pick
 from .memory import Prefix, Tags, WrongError
+
+SESSIONS = ("s0", "s1", "s2", "s3", "s4")
+RETURNS = (LAST_TURN, 0.0, 0.2, 1.0, 5.0, 1e6)
+"""Seconds that clients tell, most of them wrong."""
 
 
 class Request:
@@ -15,9 +21,15 @@ class Request:
         self.uid, self.request_id, self.prompt, self.max_tokens = uid, request_id, prompt, max_tokens
         self.salt: str | None = None
         self.reads = self.writes = True
+        self.session: str | None = None
+        self.return_in_s: float | None = None
         self.image: tuple[int, int, str] | None = None
         """Offset, length, content."""
         self.output: list[int] = []
+
+    @property
+    def hint(self) -> SessionHint:
+        return session_hint(self.session, (self.salt or "").encode(), self.return_in_s)
 
     def tokens(self) -> list[Hashable]:
         """Return the prompt, with an image's content in place of its placeholder tokens."""
@@ -53,11 +65,18 @@ class Clients:
             branch = Request(len(self.ids), f"r{len(self.ids)}", self._branch(request.prompt, rng), rng.randrange(1, 4))
             branch.salt = request.salt
             self._add(branch)
+        self.tell(self.world.source(f"told {len(self.ids)}"))
+
+    def tell(self, rng: random.Random) -> None:
+        """Tell when a session returns, at any time: while it runs, after its end, after the server has forgotten it."""
+        if rng.random() < 0.4:
+            self.world.host.tell(session_hint(rng.choice(SESSIONS), rng.choice([b"", b"", b"a"]), rng.choice(RETURNS)))
 
     def _add(self, request: Request) -> None:
         if len(self.requests) < self.most:
             self.requests[request.uid] = request
             self.ids.append(request.request_id)
+            self._name_session(request, self.world.source(f"session {request.uid}"))
             size = f"prompt of {len(request.prompt)} tokens, {request.max_tokens} to generate"
             self.world.log("add", f"{request.request_id}:", size)
             self.world.host.add(request)
@@ -88,6 +107,14 @@ class Clients:
             request.image = first, length, f"image{int(lot * 15)}"
             request.prompt[first : first + length] = [1] * length
         return request
+
+    def _name_session(self, request: Request, rng: random.Random) -> None:
+        """Some prompts with one beginning have one name, others a wrong one. Changes no draw of other sources."""
+        lot, wrong = rng.random(), rng.choice(SESSIONS)
+        if lot < 0.6:
+            request.session = wrong if lot < 0.2 else SESSIONS[sum(request.prompt[: self.block_size]) % len(SESSIONS)]
+        if rng.random() < 0.5:
+            request.return_in_s = rng.choice(RETURNS)
 
     def _prompt(self, rng: random.Random) -> list[int]:
         lot, cut, old = rng.random(), rng.random(), rng.random()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_kvcache_v1.contract.messages import BatchRequest, CacheAccess
+from fastdeploy_kvcache_v1.contract.sessions import SessionHint
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.lab.model.step import StepResult, StepTask
@@ -136,9 +137,12 @@ class Engine:
         self.events = [(0.3, self.reset), (40, self.turn), (20, self.run_device)]
         self.parts = ("step", "take", "run_device", "answer", "report")
 
-    def generation(self, name: str, request: Request, sink: Any, *, max_tokens: int, **options: Any) -> Generation:
+    def generation(
+        self, name: str, request: Request, sink: Any, *, max_tokens: int, session: SessionHint | None = None,
+        **options: Any,
+    ) -> Generation:  # fmt: skip
         salt, access = request.salt or "", CacheAccess(request.reads, request.writes)
-        hasher = BlockHasher(self.block_size, salt=salt.encode(), access=access)
+        hasher = BlockHasher(self.block_size, salt=salt.encode(), access=access, session=session or request.hint)
         hasher.extend(request.prompt)
         asked = GenerationRequest(name, tuple(request.prompt), max_tokens, GREEDY, cache_salt=salt, **options)
         return Generation(asked, hasher, byte_stream(), partial(sink, request))
@@ -231,6 +235,10 @@ class EmbeddedHost:
         self.engine.core.submit(generation)
         if request.uid in self.world.clients.requests:
             self.live[self.name(request)] = request
+
+    def tell(self, session: SessionHint) -> None:
+        for engine in self.engines:
+            self.count["told"] += engine.manager.tell_return(session)
 
     def _hear(self, request: Request, event: Delta | Failure) -> None:
         if isinstance(event, Failure):

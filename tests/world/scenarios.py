@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import EngineStorage
 from fastdeploy_kvcache_v1.lab.server.engine.offered_prefills import OfferedPrefills
@@ -51,16 +53,27 @@ def fastdeploy(
     sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
     worker = make_worker(world, reports, ranks, backend=backend, **sizes)
     world.clients = Clients(world, block_size=block_size, most=3 * seats, images=rng.random() < 0.3)
+    clocked = patch.object(adapter, "CacheManager", partial(CacheManager, clock=world.clock))
     if make is None:
-        cache = EngineCache(config, reports=reports)
+        with clocked:
+            cache = EngineCache(config, reports=reports)
         cache.update_cache_config(SimpleNamespace(total_block_num=device))
         manager = ResourceManager(cache, release=release, seats=seats, budget=budget)
         world.host = FastDeployHost(world, manager, worker, is_26=release == 26)
     else:
-        world.host = make(world, rng, worker, reports, config, device, seats=seats, max_tokens=budget, backend=backend)
+        with clocked:
+            world.host = make(
+                world, rng, worker, reports, config, device, seats=seats, max_tokens=budget, backend=backend
+            )
+    trust(world, world.host.cache_manager.manager)
     world.others, world.free_stuck = [reports], world.host.free_stuck
     if backend:
         add_store(world, rng, backend, world.host.cache_manager, worker.ranks)
+
+
+def trust(world: Any, manager: CacheManager) -> None:
+    """Let half of the servers evict by what clients tell from the start, as if they had learned that it pays."""
+    manager._history.judge.trusts = world.source("trust").random() < 0.5
 
 
 def make_worker(
@@ -149,7 +162,8 @@ def make_engine(
         device, host, block_size, policy, threshold, shared_prefill_tokens=shared,
         max_queued_events=10**6 if flush_only else 0,
     )  # fmt: skip
-    manager = CacheManager(config)
+    manager = CacheManager(config, clock=world.clock)
+    trust(world, manager)
     copies = failing(world, of, {"kv-swap_out": "host", "kv-swap_in": "device"})
     rank = EngineRank(
         VirtualDevice(world.clock, copies), blocks=device, host_blocks=host, block_size=block_size,
