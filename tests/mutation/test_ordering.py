@@ -24,7 +24,7 @@ NAMING_TESTS = [
     *read(LIST.with_name("launcher_mistakes.txt")),
     *(mutant for mutant in MUTANTS if mutant.tests),
 ]
-SEEDS = 20
+SEEDS = 50
 
 
 def run(*command, **environ):
