@@ -122,7 +122,7 @@ class ReuseHistory:
         held_since = now - self.lru_age
         known = found_by_lru = num_forked = 0
         groups, ages = self._watched.use(hashes, len(hashes)), self._ages
-        session, left = self._session(sequence, num_cached, groups)
+        session, left = self._session(sequence, groups)
         for group in groups:
             known, time, owner, num_blocks = group.depth, group.time, group.owner, group.num_blocks
             if time == IN_USE or time > held_since:
@@ -152,9 +152,7 @@ class ReuseHistory:
             self._refresh()
         return Visit(session, groups, left)
 
-    def _session(
-        self, sequence: BlockHashes, num_cached: int, groups: Sequence[Group]
-    ) -> tuple[Session, Session | None]:
+    def _session(self, sequence: BlockHashes, groups: Sequence[Group]) -> tuple[Session, Session | None]:
         """Return the session that a request continues, and the one that it leaves behind."""
         hashes, (name, tenant, _) = sequence.hashes, sequence.session
         left = named = self.sessions.named(name) if name else None
@@ -190,12 +188,19 @@ class ReuseHistory:
     def _claim(self, session: Session, tenant: bytes, return_in_s: float) -> None:
         """Take note of a time of return, counted from now."""
         self._counters.told_returns += 1
-        self.claims.count(tenant, (return_in_s == LAST_TURN) - (session.told == NEVER), 0)
-        session.told, session.due = NEVER, None
-        session.is_believed = self.claims.believes(tenant)
+        before, session.told, session.due = session.told, NEVER, None
+        self.claims.count(tenant, (return_in_s == LAST_TURN) - (before == NEVER), 0)
         if return_in_s != LAST_TURN:
             session.told = self.now + int(return_in_s * TICKS_PER_SECOND)
-            session.due = session.told if session.is_believed else None
+            wait = session.told - (self.now if session.last_use == IN_USE else session.last_use)
+            if before is None or before == NEVER:
+                session.claimed = wait
+            elif wait > 4 * (session.claimed + TICKS_PER_SECOND):  # put off again and again: the first time was wrong
+                session.claimed = wait
+                self.claims.count(tenant, 1, 1)
+        session.is_believed = self.claims.believes(tenant)
+        if session.told != NEVER and session.is_believed:
+            session.due = session.told
 
     def _class(self, session: Session) -> int:
         if session.told == NEVER and session.is_believed:
@@ -255,7 +260,7 @@ class ReuseHistory:
             session, groups, _ = visit
         else:
             groups = self._watched.use(hashes, num_cached)
-            session, _ = self._session(sequence, num_cached, groups)
+            session, _ = self._session(sequence, groups)
         groups = self._watched.use(hashes, num_cached, groups, session)
         ages, stretches, last_class, num_own = self._ages, [], -1, 0
         weights = ages.young(now)

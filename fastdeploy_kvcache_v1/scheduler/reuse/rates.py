@@ -10,7 +10,7 @@ improving cache hit rate by maximizing hit density, NSDI 2018).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import isqrt
 
 NUM_AGES = 32
@@ -25,19 +25,12 @@ YOUNG_BITS = 20
 """Bits of the square of an age below 1,024 ticks."""
 
 
-def age_classes(young_bits: int) -> tuple[int, ...]:
-    """Class of an age by the number of bits of its square, which grows by one with each half octave."""
-    return tuple(min(max(0, bits - young_bits), NUM_AGES - 1) for bits in range(129))
+AGE_CLASSES = tuple(min(max(0, bits - YOUNG_BITS), NUM_AGES - 1) for bits in range(129))
+"""Class of an age by the number of bits of its square, which grows by one with each half octave."""
 
-
-def age_widths(young_bits: int) -> tuple[int, ...]:
-    """Number of ages in each class."""
-    ends = [isqrt((1 << young_bits + age_class) - 1) + 1 for age_class in range(NUM_AGES)]
-    return tuple(end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True))
-
-
-AGE_CLASSES = age_classes(YOUNG_BITS)
-AGE_WIDTHS = age_widths(YOUNG_BITS)
+_ENDS = [0, *(isqrt((1 << YOUNG_BITS + age_class) - 1) + 1 for age_class in range(NUM_AGES))]
+AGE_WIDTHS = tuple(end - begin for begin, end in pairwise(_ENDS))
+"""Number of ages in each class."""
 
 
 class ReuseRates:

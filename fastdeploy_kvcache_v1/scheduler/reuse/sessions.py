@@ -13,7 +13,6 @@ from .watched import DEPTHS, IN_USE, last_watched
 
 MOST_SESSIONS = 1 << 16
 
-
 NEVER = 1 << 62
 """Due time of a session that sends no more requests."""
 
@@ -21,7 +20,19 @@ NEVER = 1 << 62
 class Session(Owner):
     """Requests of which each one continues the one before. It owns the blocks that no other session has used."""
 
-    __slots__ = ("depth", "end", "is_believed", "last_use", "name", "num_blocks", "tenant", "told", "turns", "weight")
+    __slots__ = (
+        "claimed",
+        "depth",
+        "end",
+        "is_believed",
+        "last_use",
+        "name",
+        "num_blocks",
+        "tenant",
+        "told",
+        "turns",
+        "weight",
+    )
 
     def __init__(self, turns: int = 0, tenant: bytes = b"") -> None:
         super().__init__()
@@ -37,6 +48,8 @@ class Session(Owner):
         self.tenant = tenant
         self.told: int | None = None
         """Time at which it comes back as its client told, or `NEVER`."""
+        self.claimed = 0
+        """Wait that its client told first since its last use."""
         self.is_believed = False
         """What `told` says decides about evictions."""
         self.weight = 0.0

@@ -119,6 +119,22 @@ def test_against_a_record_of_every_request(seed: int) -> None:
             running.append((blocks, visit if dice.random() < 0.9 else None))
 
 
+def test_client_that_puts_its_return_off_for_ever_is_not_believed() -> None:
+    seconds = [0.0]
+    history = ReuseHistory(lambda: seconds[0], Counters(), lambda: 10**6, lambda: 100)
+    hints = [session_hint(name, return_in_s=5.0) for name in "xy"]
+    for hint in hints:
+        sequence = GivenHashes(hashes(hint.name.hex(), 8), 9, hint)
+        session, _ = history.ended(sequence, 8, history.arrived(sequence, 0), 8)
+        assert session.due is not None
+    for seconds[0] in range(4, 4000, 4):
+        for hint in hints:
+            history.tell(hint)
+    told = [history.tell(hint)[0] for hint in hints]
+    assert [session is not None and session.due for session in told] == [None, None]
+    assert history._counters.wrong_told_returns > 4
+
+
 def test_end_that_is_told_again_or_taken_back_is_no_further_claim() -> None:
     history, blocks = made(), hashes("chat", 8)
     hint = session_hint("x", return_in_s=LAST_TURN)
