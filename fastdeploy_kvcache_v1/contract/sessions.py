@@ -26,6 +26,8 @@ class SessionHint(NamedTuple):
     """Digest of the salt, empty without one. How often told times held is counted by tenant."""
     return_in_s: float | None = None
     """Seconds from the end of this request to the next one of its session, `LAST_TURN`, or None: not told."""
+    calls_tool: bool = False
+    """Set by servers at the end of a request: its answer ends in a tool call."""
 
 
 UNTOLD = SessionHint()

@@ -108,6 +108,8 @@ class Turn(NamedTuple):
     """From the end of the turn before to this one; None for a first turn."""
     subagent: int = 0
     """Number of the session's subagent that sends it, 0 for the session itself."""
+    calls_tool: bool = False
+    """Its answer ends in a tool call."""
 
 
 def conversation(
@@ -135,7 +137,8 @@ def interleaved(source: Source, sessions_per_second: float, session: Callable[[]
         now, number, turn, turns, ends = heapq.heappop(waiting)
         name = f"{number}.{turn.subagent}" if turn.subagent else number
         delay = {"delay": round(now - ends[turn.subagent])} if turn.subagent in ends else {}
-        yield source.line(now, turn.prompt, turn.output_length, whole=turn.whole) | {"session_id": name} | delay
+        tool = {"tool_call": True} if turn.calls_tool else {}
+        yield source.line(now, turn.prompt, turn.output_length, whole=turn.whole) | {"session_id": name} | delay | tool
         ends[turn.subagent] = end = now + turn.output_length * MS_PER_TOKEN
         following = next(turns, None)
         if following is not None:
@@ -203,6 +206,7 @@ def sessions(source: Source, shape: Shape) -> Iterator[Line]:
     dice = source.random
 
     def agent(instructions: Prompt, num_turns: int) -> Iterator[Turn]:
+        calls_tool = True
         while num_turns > 0:
             first = source.longer(instructions, source.about(800))
             turns = conversation(source, first, num_turns=num_turns, output_tokens=150, more_tokens=350, pause_ms=0)
@@ -210,8 +214,9 @@ def sessions(source: Source, shape: Shape) -> Iterator[Line]:
                 if turn.prompt.length > most_tokens:
                     break
                 num_turns -= 1
-                median_ms = 180_000 if dice.random() < 1 / 12 else 3_000
-                yield turn._replace(pause_ms=source.about(median_ms, spread=1.0))
+                pause_ms = source.about(3_000 if calls_tool else 180_000, spread=1.0)
+                calls_tool = num_turns > 0 and dice.random() >= 1 / 12
+                yield turn._replace(pause_ms=pause_ms, calls_tool=calls_tool)
 
     def session() -> Iterator[Turn]:
         num_turns = 1 if dice.random() < 0.2 else min(400, 1 + source.about(56, spread=0.9))

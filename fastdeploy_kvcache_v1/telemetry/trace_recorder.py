@@ -68,6 +68,7 @@ class _Ended:
     output_length: int = 0
     session: bytes = b""
     return_in_s: float | None = None
+    calls_tool: bool = False
 
 
 @source("trace recorder")
@@ -120,13 +121,15 @@ class TraceRecorder:
         output_length: int,
         session: bytes = b"",
         return_in_s: float | None = None,
+        *,
+        calls_tool: bool = False,
     ) -> None:
         """Record the end of a request. `hashes`: of its full blocks, output included; it may grow meanwhile. The KV of
-        the last output token was not computed. `session` and `return_in_s` as in a `SessionHint`. O(blocks).
+        the last output token was not computed. `session` to `calls_tool` as in a `SessionHint`. O(blocks).
         """
         num_blocks = (input_length + max(0, output_length - 1)) // self._block_size
         known = hashes[:num_blocks]
-        item = _Ended(ticket, time.monotonic(), known, input_length, output_length, session, return_in_s)
+        item = _Ended(ticket, time.monotonic(), known, input_length, output_length, session, return_in_s, calls_tool)
         self._put(item, len(known))
 
     def left(self, ticket: Ticket) -> None:
@@ -205,6 +208,7 @@ class TraceRecorder:
             **({"output_hash_ids": names[num_full:]} if len(names) > num_full else {}),
             **self._turn(item),
             **({} if item.return_in_s is None else {"return_in_s": item.return_in_s}),
+            **({"tool_call": True} if item.calls_tool else {}),
         }
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 

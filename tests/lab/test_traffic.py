@@ -62,7 +62,7 @@ DIGESTS = {
     "hot": "e71128358b71b44d",
     "chat": "e008ef4cfe4979ea",
     "agents": "e39290f26e950652",
-    "sessions": "6db5b61177826666",
+    "sessions": "fcad6bd51ef17438",
     "shifting": "ff7a711ed9ab1366",
     "batch": "00df60ed8af4f4f7",
 }
@@ -154,6 +154,17 @@ def test_agent_turns_come_seconds_or_minutes_after_the_one_before(agent_sessions
     delays = sorted(line["delay"] for turns in alone for line in turns if "delay" in line)
     assert 2_000 < delays[len(delays) // 2] < 5_000
     assert 0.05 < sum(delay > 60_000 for delay in delays) / len(delays) < 0.1
+
+
+def test_a_tool_call_at_an_answers_end_is_followed_within_seconds(agent_sessions):
+    delays = {True: [], False: []}
+    for name, turns in agent_sessions.items():
+        if f"{name}.1" not in agent_sessions:
+            for before, turn in pairwise(turns):
+                delays["tool_call" in before].append(turn["delay"])
+    assert {calls: sorted(each)[len(each) // 2] // 1_000 for calls, each in delays.items()}[True] < 5
+    assert sorted(delays[False])[len(delays[False]) // 2] > 100_000
+    assert 0.05 < len(delays[False]) / len(delays[True]) < 0.12
 
 
 def test_a_session_waits_while_its_subagent_works(agent_sessions):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
@@ -11,7 +13,14 @@ from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import Adaptive
 from fastdeploy_kvcache_v1.scheduler.reuse.claims import GRACE
-from fastdeploy_kvcache_v1.scheduler.reuse.history import ENDED, FIRST_TURN, LEFT, NUM_CLASSES, TICKS_PER_SECOND
+from fastdeploy_kvcache_v1.scheduler.reuse.history import (
+    ENDED,
+    FIRST_TURN,
+    LEFT,
+    NUM_CLASSES,
+    TICKS_PER_SECOND,
+    TOOL_CALL,
+)
 from fastdeploy_kvcache_v1.scheduler.reuse.judge import Judge
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import NUM_AGES, ReuseRates, worthless
 from fastdeploy_kvcache_v1.scheduler.run import Run
@@ -28,9 +37,17 @@ class Timed:
         self.cache = CacheManager(config, clock=lambda: self.seconds)
         self.cache._history.judge.trusts = trusts
 
-    def begin(self, text: str, session: str = "", return_in_s: float | None = None, salt: bytes = b"") -> str:
+    def begin(
+        self,
+        text: str,
+        session: str = "",
+        return_in_s: float | None = None,
+        salt: bytes = b"",
+        *,
+        calls_tool: bool = False,
+    ) -> str:
         """Match and compute the blocks of a prompt."""
-        hint = session_hint(session, salt, return_in_s)
+        hint = session_hint(session, salt, return_in_s)._replace(calls_tool=calls_tool)
         self.cache.match_prefix(text, GivenHashes(prompt(text).hashes, len(text) + 1, hint))
         assert isinstance(self.cache.allocate(text, len(text)), Allocation)
         self.cache.take_swap_step()
@@ -38,9 +55,9 @@ class Timed:
         self.cache.check()
         return text
 
-    def run(self, text: str, session: str = "", return_in_s: float | None = None, salt: bytes = b"") -> None:
-        """A whole request."""
-        self.cache.finish(self.begin(text, session, return_in_s, salt))
+    def run(self, text: str, *told: Any, calls_tool: bool = False, **named: Any) -> None:
+        """A whole request, see `begin`."""
+        self.cache.finish(self.begin(text, *told, calls_tool=calls_tool, **named))
         self.cache.check()
 
     def tell(self, session: str, return_in_s: float, salt: bytes = b"") -> bool:
@@ -122,6 +139,19 @@ def test_told_time_of_a_session_does_not_concern_blocks_that_others_use() -> Non
     due = {name(run): run.owner and run.owner.due for run in cache.cache._tree.runs()}
     assert due == {"a": None, "b": None, "cd": 10 * TICKS_PER_SECOND}, "`b` is left behind"
     assert cache.order().split()[-1] == "cd"
+
+
+def test_session_that_called_a_tool_is_of_another_class_until_its_next_end() -> None:
+    cache = Timed(9)
+    for text, session, return_in_s, calls_tool in (
+        ("a", "told", LAST_TURN, True),
+        ("b", "calls", None, True),
+        ("c", "answers", None, False),
+    ):
+        cache.run(text, session, return_in_s, calls_tool=calls_tool)
+    assert cache.classes() == {"a": ENDED, "b": TOOL_CALL, "c": FIRST_TURN}
+    cache.run("bd", "calls")
+    assert cache.classes() == {"a": ENDED, "bd": FIRST_TURN + 1, "c": FIRST_TURN}
 
 
 def test_answer_without_a_told_time_leaves_the_session_to_the_rates() -> None:

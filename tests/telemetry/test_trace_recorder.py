@@ -47,7 +47,9 @@ def record(recorder, tokens, *, prompt=None, session=UNTOLD, ticket=None):
     """A request of these tokens, of which the first `prompt` are the prompt's."""
     prompt = len(tokens) if prompt is None else prompt
     ticket = recorder.arrived() if ticket is None else ticket
-    recorder.ended(ticket, hashes_of(*tokens), prompt, len(tokens) - prompt, session.name, session.return_in_s)
+    name, _, return_in_s, calls_tool = session
+    num_outputs = len(tokens) - prompt
+    recorder.ended(ticket, hashes_of(*tokens), prompt, num_outputs, name, return_in_s, calls_tool=calls_tool)
 
 
 def lines(path):
@@ -246,6 +248,14 @@ def test_sessions_are_told_apart_by_salt_and_told_times_are_kept(recorder, path)
     first, salted, again, unnamed, last = (name for name, _ in found)
     assert first == again == last != salted
     assert unnamed is None
+
+
+def test_tool_calls_at_the_end_of_answers_are_kept(recorder, path):
+    for calls_tool in (True, False):
+        record(recorder, range(20), session=UNTOLD._replace(calls_tool=calls_tool))
+    recorder.close()
+    assert [request.tool_call for request in read_trace(path)] == [True, False]
+    assert "tool_call" not in lines(path)[1]
 
 
 def test_an_age_moves_a_request_back(clock, recorder, path):

@@ -61,6 +61,8 @@ class PrefixCacheAdapter:
         """None without storage."""
         self.traced: TracedRequests | None = None
         """None where no trace is recorded."""
+        self.tool_call_ends: frozenset[int] = frozenset()
+        """Tokens of the model, see `tool_calls`."""
         self.num_recycled_wrongly = 0
         """Ids that FastDeploy recycled without owning them; discarded."""
         self._gauges = gauges
@@ -307,6 +309,7 @@ class PrefixCacheAdapter:
             self._kept.keep(record.tokens)
             self._tell_ended(record)
         else:
+            record.tokens.see_end(self.tool_call_ends)
             self.manager.finish(request_id)
             self._tell_ended(record)
             if self.traced is not None:

@@ -36,9 +36,8 @@ def _read_session(body: bytes) -> tuple[str, str, float]:
     fields[SALT] = (checked_kind(SALT) | None, None)
     told: Any = create_model("Told", **fields).model_validate_json(body)
     salt = (told.cache_salt or "").encode("utf-8", "surrogatepass")
-    name, tenant, return_in_s = session_hint(told.session_id, salt, told.return_in_s)
-    assert return_in_s is not None, "the body requires it"
-    return name.hex(), tenant.hex(), return_in_s
+    hint = session_hint(told.session_id, salt)
+    return hint.name.hex(), hint.tenant.hex(), told.return_in_s
 
 
 def _tell_return(cache: PrefixCacheAdapter, told: Any) -> dict[str, Any]:

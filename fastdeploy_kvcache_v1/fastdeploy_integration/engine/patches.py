@@ -17,6 +17,7 @@ import zmq
 from ... import __version__
 from ...config import KVCacheConfig, WritePolicy
 from ...contract.messages import CacheLevel
+from ...contract.tool_calls import tool_call_ends
 from ...errors import ConfigError, KVCacheError, StorageError
 from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
@@ -79,6 +80,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
             gauges=main_process_metrics,
             whole_items=bool(cache.disable_chunked_mm_input),
         )
+        self.tool_call_ends = tool_call_ends(Path(config.model_config.model))
         self.publisher = CacheMetricsPublisher(self, overlay.active())
         if trace := os.environ.get(RECORD_VARIABLE):
             self._record_trace(Path(trace))

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...contract.messages import BlockHash, CacheAccess
 from ...contract.sessions import UNTOLD
+from ...contract.tool_calls import ends_in_tool_call
 from ...errors import ConfigError
 from ...scheduler.block_hashing import BlockHasher
 from ..cache_identity import access_of, salt_of, session_of
@@ -67,6 +68,11 @@ class TaskTokens:
     @property
     def num_plain_blocks(self) -> int:
         return 0 if self._hasher is None else self._hasher.num_plain_blocks
+
+    def see_end(self, tool_call_ends: frozenset[int]) -> None:
+        """The request has ended. `tool_call_ends`: tokens of the model, see `tool_calls`."""
+        calls_tool = ends_in_tool_call(self.task.output_token_ids, tool_call_ends)
+        self.session = self.session._replace(calls_tool=calls_tool)
 
     def token_ids(self) -> list[int]:
         """Those that are hashed. O(tokens)."""

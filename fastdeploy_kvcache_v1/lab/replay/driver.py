@@ -293,7 +293,9 @@ class Replay:
     def _finish(self, opened: ReplayedRequest) -> None:
         del self._open[opened.request_id]
         sequence = opened.sequence
-        sequence.session = sequence.session._replace(return_in_s=self._told_at_end(opened))
+        sequence.session = sequence.session._replace(
+            return_in_s=self._told_at_end(opened), calls_tool=opened.request.tool_call
+        )
         begin = perf_counter()
         self.manager.finish(opened.request_id)
         self.request_seconds.append(opened.seconds + perf_counter() - begin)

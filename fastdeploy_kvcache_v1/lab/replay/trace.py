@@ -7,6 +7,7 @@ names `tokens_per_id` tokens of the prompt and all tokens before them. Without t
 Optional fields: `output_hash_ids` go on from the prompt's last full id through the output. `session_id` is the same in
 all lines of a session, and `delay` the milliseconds since the end of the turn before (Mooncake's). `return_in_s` is
 what the client told: seconds from the end of this answer to its session's next request, or -1 for the last one.
+`tool_call` is true for an answer that ends in a tool call.
 `chat_id` and `parent_chat_id`, -1 for a first turn, are Qwen-Bailian's, whose timestamps are in seconds.
 """
 
@@ -48,6 +49,8 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     delay_ms: Time | None = field(default=None, name="delay")
     """From the end of the turn before to this one, if the trace has it."""
     return_in_s: float | None = None
+    tool_call: bool = False
+    """The answer ends in a tool call."""
     """Told by the client."""
     chat_id: Name | None = None
     parent_chat_id: Name | None = None

@@ -10,6 +10,7 @@ import threading
 from contextlib import ExitStack
 
 from ... import __version__
+from ...contract.tool_calls import tool_call_ends
 from ...errors import ConfigError, StorageError
 from ...scheduler.block_hashing import HASH_VERSION
 from ...scheduler.cache_manager import CacheManager
@@ -138,6 +139,7 @@ def _make_core(
         offered=offered,
         recorder=recorder,
         num_ranks=num_ranks,
+        tool_call_ends=frozenset() if config.model_path is None else tool_call_ends(config.model_path),
     )
 
 

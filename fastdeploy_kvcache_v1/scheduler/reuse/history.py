@@ -37,7 +37,9 @@ LEFT = USE_CLASSES[-1] + 1
 """Class of a session whose blocks another prompt has left behind: a fork of it, or its client's next prompt."""
 ENDED = LEFT + 1
 """Class of a session that sends no more requests, as its client told."""
-FIRST_TURN = ENDED + 1
+TOOL_CALL = ENDED + 1
+"""Class of a session whose last answer ended in a tool call: its next prompt brings the result."""
+FIRST_TURN = TOOL_CALL + 1
 MOST_TURNS = 6
 NUM_CLASSES = FIRST_TURN + MOST_TURNS
 SESSIONS = 1
@@ -154,7 +156,8 @@ class ReuseHistory:
 
     def _session(self, sequence: BlockHashes, groups: Sequence[Group]) -> tuple[Session, Session | None]:
         """Return the session that a request continues, and the one that it leaves behind."""
-        hashes, (name, tenant, _) = sequence.hashes, sequence.session
+        hashes, hint = sequence.hashes, sequence.session
+        name = hint.name
         left = named = self.sessions.named(name) if name else None
         if named is not None and named.is_on(hashes):
             return named, None
@@ -167,7 +170,7 @@ class ReuseHistory:
             owner = groups[-1].owner if groups else None
             if left is None and isinstance(owner, Session):
                 left = owner
-            session = Session(left.turns if left else 0, tenant)
+            session = Session(left.turns if left else 0, hint.tenant)
         if name:
             self.sessions.name(session, name)
         return session, left
@@ -205,6 +208,8 @@ class ReuseHistory:
     def _class(self, session: Session) -> int:
         if session.told == NEVER and session.is_believed:
             return ENDED
+        if session.calls_tool:
+            return TOOL_CALL
         turns = session.turns or 1
         return FIRST_TURN - 1 + (turns if turns < MOST_TURNS else MOST_TURNS)
 
@@ -270,6 +275,7 @@ class ReuseHistory:
         session.last_use, session.weight = now, 1.0
         if hint.return_in_s is not None and not resumes:
             self._claim(session, hint.tenant, hint.return_in_s)
+        session.calls_tool = hint.calls_tool
         session.use_class = self._class(session)
         self.sessions.ended(session, hashes, num_prompt if num_prompt < len(hashes) else len(hashes))
         weights[session.use_class] += 1.0

@@ -21,6 +21,7 @@ class Session(Owner):
     """Requests of which each one continues the one before. It owns the blocks that no other session has used."""
 
     __slots__ = (
+        "calls_tool",
         "claimed",
         "depth",
         "end",
@@ -52,6 +53,7 @@ class Session(Owner):
         """Wait that its client told first since its last use."""
         self.is_believed = False
         """What `told` says decides about evictions."""
+        self.calls_tool = False
         self.weight = 0.0
         """Part of its blocks that it still owned after its last end."""
         self.num_blocks = 0

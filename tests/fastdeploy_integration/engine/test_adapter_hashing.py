@@ -9,6 +9,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter, waiting
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.kept_hashes import KEPT_HASHES, KeptHashes
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens, start_of_cut_item
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
+from fastdeploy_kvcache_v1.scheduler.reuse.history import FIRST_TURN, TOOL_CALL
 
 from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, make_adapter, served
 
@@ -211,3 +212,12 @@ def test_a_table_ends_before_an_item_that_it_would_cut(num_tokens, start):
     """Items cover [9, 12), [14, 15) and [17, 20)."""
     task = FakeTask("x", [1] * 30, items=images((9, 3), (12, 0), (14, 1), (17, 3)))
     assert start_of_cut_item(task, num_tokens, 4) == start
+
+
+@pytest.mark.parametrize(("output", "use_class"), [([1, 7, 2], TOOL_CALL), ([1, 2], FIRST_TURN)])
+def test_cache_learns_whether_the_answer_ended_in_a_tool_call(output, use_class):
+    cache, task = make_adapter(8), FakeTask("a", [1] * 9)
+    cache.tool_call_ends = frozenset({7})
+    task.output_token_ids += output
+    served(cache, task)
+    assert {run.use_class for run in cache.manager._tree.runs()} == {use_class}

@@ -19,12 +19,12 @@ from tests.lab.server.harness import Worker, WorkerThread
 
 
 class Server:
-    def __init__(self, cache, options):
+    def __init__(self, cache, options, **core_options):
         config = ServerConfig(cache=cache, served_model_name="tiny", max_model_len=200, **options)
         manager = CacheManager(cache)
         self.worker = WorkerThread(Worker(cache))
         self.fatal = []
-        core = EngineCore(manager, self.worker.send, max_num_seqs=8, max_num_batched_tokens=64)
+        core = EngineCore(manager, self.worker.send, max_num_seqs=8, max_num_batched_tokens=64, **core_options)
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
         reader = RequestReader(config, load_tokenizer(None))
         self.client = TestClient(create_app(config, self.engine, reader, Metrics(core, reader.fields)))
@@ -55,8 +55,8 @@ class Server:
 
 
 @contextmanager
-def running(cache=None, **options):
-    server = Server(cache or KVCacheConfig(64, 16, block_size=4), options)
+def running(cache=None, tool_call_ends=frozenset(), **options):
+    server = Server(cache or KVCacheConfig(64, 16, block_size=4), options, tool_call_ends=tool_call_ends)
     server.engine.start()
     try:
         yield server

@@ -3,6 +3,7 @@
 import pytest
 
 from fastdeploy_kvcache_v1.contract.sessions import UNTOLD, session_hint
+from fastdeploy_kvcache_v1.scheduler.reuse.history import FIRST_TURN, TOOL_CALL
 from tests.lab.server.served import error_of, running
 
 SECRET = "ada@example.org"
@@ -135,3 +136,13 @@ def test_neither_id_nor_salt_is_logged(server, told, caplog):
         assert send(server, path, body, **{"X-Session-ID": SECRET}).status_code == 200
     assert "/v1/cache/session: 200" in caplog.text
     assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("calls_tool", [True, False])
+def test_cache_learns_whether_the_answer_ended_in_a_tool_call(calls_tool):
+    ends = frozenset(range(300)) if calls_tool else frozenset({300})
+    with running(tool_call_ends=ends) as server:
+        assert server.complete(prompt="hello there").status_code == 200
+        server.wait_for(lambda report: not report["running"] + report["waiting"])
+        classes = {run.use_class for run in server.engine.core.manager._tree.runs()}
+    assert classes == {TOOL_CALL if calls_tool else FIRST_TURN}

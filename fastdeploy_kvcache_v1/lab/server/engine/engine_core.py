@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 
 from ....contract.messages import BatchRequest, CacheLevel, PrefillTime, RankCopies, WorkerReport
+from ....contract.tool_calls import ends_in_tool_call
 from ....scheduler.cache_manager import CacheManager
 from ....scheduler.costs import PrefillCosts
 from ....storage.engine.link import Answer
@@ -86,9 +87,10 @@ class EngineCore:
         recorder: TraceRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
+        tool_call_ends: frozenset[int] = frozenset(),
     ) -> None:
         """`send` takes a batch to each of `num_ranks` ranks, and each answers with one result. A decode server has
-        `remote`, a prefill server `offered`.
+        `remote`, a prefill server `offered`. `tool_call_ends`: tokens of the model, see `tool_calls`.
         """
         self._clock = clock
         self.manager = manager
@@ -116,6 +118,7 @@ class EngineCore:
         """The duration of the batch in flight measures its computation alone."""
         self._sent_at = 0.0
         self._closed: Failure | None = None
+        self._tool_call_ends = tool_call_ends
         self._num_ranks = num_ranks
         self._answers = RankAnswers(num_ranks)
         self.counters = EngineCounters([RankCopies() for _ in range(num_ranks)])
@@ -403,6 +406,8 @@ class EngineCore:
         """
         del self._generations[generation.request_id]
         self._count(outcome, generation)
+        answer, hasher = generation.tokens[len(generation.request.prompt_ids) :], generation.hasher
+        hasher.session = hasher.session._replace(calls_tool=ends_in_tool_call(answer, self._tool_call_ends))
         if not (is_computed and self.peers.keep(generation)) and not self.peers.leave(generation):
             self.scheduler.finish(generation)
         self._record(generation)
@@ -418,9 +423,16 @@ class EngineCore:
             self.recorder.left(generation.ticket)
             return
         hasher, num_prompt = generation.hasher, len(generation.request.prompt_ids)
-        name, _, return_in_s = hasher.session
-        num_outputs = generation.num_outputs
-        self.recorder.ended(generation.ticket, hasher.hashes, num_prompt, num_outputs, name, return_in_s)
+        name, _, return_in_s, calls_tool = hasher.session
+        self.recorder.ended(
+            generation.ticket,
+            hasher.hashes,
+            num_prompt,
+            generation.num_outputs,
+            name,
+            return_in_s,
+            calls_tool=calls_tool,
+        )
 
     def _fail_unfit(self, head: Generation) -> None:
         """Fail a request that finds no room although nothing runs or is copied: it would wait forever."""
