@@ -51,8 +51,9 @@ p{margin:6px 0;max-width:75ch}svg{display:block;width:100%;height:auto;max-width
 .quiet{color:var(--quiet)}.grid{display:grid;gap:28px;grid-template-columns:repeat(auto-fit,minmax(min(350px,100%),1fr))}
 .number{font-size:30px;font-weight:600;white-space:nowrap}
 .card{border-top:3px solid var(--line);padding-top:10px}.card h4{margin:14px 0 2px;font-size:14px;color:var(--quiet)}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:14px}td,th{padding:3px 10px 3px 0;text-align:left;
-  vertical-align:top;border-bottom:1px solid var(--line)}td.n,th.n{text-align:right;white-space:nowrap}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:14px;overflow-wrap:break-word}
+td,th{padding:3px 10px 3px 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
+td.n,th.n{text-align:right;white-space:nowrap}
 summary{cursor:pointer;padding:8px 0}details{border-top:1px solid var(--line)}code{font-size:13px}
 """
 

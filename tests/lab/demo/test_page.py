@@ -33,7 +33,7 @@ def answered(found, name, number, **changes):
     return found
 
 
-LOOKED_AT = {"page.html": "00017900939429f5", "picture.svg": "b9cfa7a132739c74"}
+LOOKED_AT = {"page.html": "20a9b6718b306caa", "picture.svg": "b9cfa7a132739c74"}
 """Digests of page and picture of the canned results, as seen and found right in a browser."""
 
 
@@ -130,6 +130,13 @@ FAULTS = """(() => {
     const faults = [], box = each => each.getBoundingClientRect();
     for (const each of document.querySelectorAll("details")) each.open = true;
     if (document.documentElement.scrollWidth > innerWidth) faults.push("wider than the window");
+    for (const cell of document.querySelectorAll("td, th"))
+        for (const word of cell.textContent.matchAll(/\\w+/g)) {
+            const range = document.createRange();
+            range.setStart(cell.firstChild, word.index);
+            range.setEnd(cell.firstChild, word.index + word[0].length);
+            if (range.getClientRects().length > 1) faults.push(`"${word[0]}" is broken`);
+        }
     const figures = document.querySelectorAll("svg");
     if (!figures.length) faults.push("no figure");
     for (const figure of figures) {
@@ -204,6 +211,7 @@ def test_readmes_picture_is_whole_in_a_browser(tab, tmp_path, dark):
         ("</h1>", "</h1><div style='width:2000px'>wide</div>", "wider than the window"),
         ("<h2>", "<svg viewBox='0 0 9 9' aria-label='empty'><path class='line' d='M0 0V9'/></svg><h2>", "no marks"),
         ("font:13px", "font:11px", "pixels"),
+        ("overflow-wrap:break-word", "", "is broken"),
         ("</body>", "<script>undefined_name()</script></body>", "undefined_name"),
     ],
 )
