@@ -41,9 +41,10 @@ def check(num_lines: int, num_sizes: int) -> None:
 
 def page(result: dict[str, Any]) -> str:
     """A page that needs no other file: the picture and the tables of a `Comparison.run`."""
-    style = "body{margin:24px;background:var(--paper);color:var(--ink)}pre{overflow-x:auto}"
-    head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{style}</style>'
-    body = f"{drawn(result)}<pre>{escape(comparison_table(result))}</pre>"
+    style = "body{margin:24px;background:var(--paper);color:var(--ink)}div,pre{overflow-x:auto}"
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{TITLE}</title><style>{style}</style>"
+    body = f"<div>{drawn(result)}</div><pre>{escape(comparison_table(result))}</pre>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 

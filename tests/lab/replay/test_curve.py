@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1.cli import main
-from fastdeploy_kvcache_v1.lab.replay.curve import drawn
+from fastdeploy_kvcache_v1.lab.replay.curve import drawn, page
+
+from ..demo.browser import browser, program
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -94,6 +96,22 @@ def test_the_page_has_a_line_per_told_name_and_the_table(synthetic_trace, tmp_pa
     assert [spot.rpartition(": ")[0] for spot in spots(picture)[4::2]] == [*names, "auto lru, told: none"]
     assert unescape(text[text.index("<pre>") + 5 : text.index("</pre>")]) == capsys.readouterr().out.rstrip("\n")
     assert not re.findall(r"(?:href|src)=|@import|url\(", text), "nothing to load"
+
+
+@pytest.mark.skipif(program() is None, reason="no Chromium: apt-get install chromium")
+@pytest.mark.process
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_page_is_as_wide_as_its_window(tmp_path, monkeypatch, width):
+    """On a phone too: picture and tables scroll, and their text keeps its size."""
+    monkeypatch.setattr("fastdeploy_kvcache_v1.lab.replay.curve.comparison_table", lambda result: "word " * 200)
+    path = tmp_path / "curve.html"
+    path.write_text(page({"capacities": [LARGE, SMALL]}))
+    (tmp_path / "profile").mkdir()
+    with browser(tmp_path / "profile") as tab:
+        tab.open(path, width=width)
+        assert tab.value("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
+        assert tab.value("document.querySelector('svg').getBoundingClientRect().width") == 720
+        assert tab.errors == []
 
 
 @pytest.mark.parametrize(
