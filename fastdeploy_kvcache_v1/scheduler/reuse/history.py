@@ -161,7 +161,7 @@ class ReuseHistory:
         left = named = self.sessions.named(name) if name else None
         if named is not None and named.is_on(hashes):
             return named, None
-        session = self.sessions.continued(hashes)
+        session = self.sessions.continued(hashes, groups[-1].end if groups else 0)
         if (
             session is None
             or (name and session.name not in (b"", name))

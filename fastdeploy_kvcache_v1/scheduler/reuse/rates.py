@@ -17,6 +17,7 @@ NUM_AGES = 32
 """Classes of ages: below 1,024 ticks, then two per octave, up to nine hours."""
 DECAY = 0.995
 """Per refresh: observations of 200 refreshes ago count a third."""
+MOST_UNIT = 1e9
 
 Table = list[list[float]]
 """Numbers by class, then by class of age."""
@@ -45,20 +46,22 @@ class ReuseRates:
         self._kinds = [slice(end - count, end) for count, end in zip(kinds, ends, strict=True)]
         self._used = worthless(ends[-1])
         self._exposed = worthless(ends[-1])
+        self._unit = 1.0
+        """Weight of an observation. It grows, so earlier ones count less."""
         self._rates = worthless(ends[-1])
         self.predicted = [0.0] * ends[-1]
         """Uses that the learned rates predicted, by class."""
 
     def used_again(self, number: int, age: int, weight: float) -> None:
-        self._used[number][AGE_CLASSES[(age * age).bit_length()]] += weight
+        self._used[number][AGE_CLASSES[(age * age).bit_length()]] += weight * self._unit
 
     def exposed(self, age: int, weights: Sequence[float], ticks: int) -> None:
         """Record that things of that age, weighted by class, could have been used during `ticks`."""
         age_class = AGE_CLASSES[(age * age).bit_length()]
-        for number in range(len(self._used)):
-            if weights[number]:
-                chances = ticks * weights[number]
-                self._exposed[number][age_class] += chances
+        for number, (weight, exposed) in enumerate(zip(weights, self._exposed, strict=False)):
+            if weight:
+                chances = ticks * weight
+                exposed[age_class] += chances * self._unit
                 self.predicted[number] += chances * self._rates[number][age_class]
 
     def is_rare(self, number: int, kind: int) -> bool:
@@ -68,15 +71,18 @@ class ReuseRates:
         return 8 * uses * (all_chances - chances) <= (all_uses - uses) * chances
 
     def fade(self) -> None:
-        for row in (*self._used, *self._exposed):
-            row[:] = [DECAY * value for value in row]
+        self._unit /= DECAY
+        if self._unit > MOST_UNIT:
+            for row in (*self._used, *self._exposed):
+                row[:] = [value / self._unit for value in row]
+            self._unit = 1.0
 
     def learned(self, *doubts: float) -> Table:
         """Return the worth of each class by age. It is 0 while nothing is known. Each class has a prior: a weight of
         the doubt of its kind, used at the common rate of the kind.
         """
         self._rates = []
-        for kind, doubt in zip(self._kinds, doubts, strict=True):
+        for kind, doubt in zip(self._kinds, (doubt * self._unit for doubt in doubts), strict=True):
             used, exposed = self._used[kind], self._exposed[kind]
             shared = _shared_rates(used, exposed)
             self._rates += [

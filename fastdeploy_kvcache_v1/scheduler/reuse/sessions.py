@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,14 +80,15 @@ class SessionTable:
         """Return the session with this name that was used last. O(1)."""
         return self._by_name.get(name)
 
-    def continued(self, hashes: Sequence[BlockHash]) -> Session | None:
-        """Return a session whose newest prompt ended on one of `hashes`, the deepest such block as a rule.
+    def continued(self, hashes: Sequence[BlockHash], num_watched: int) -> Session | None:
+        """Return a session whose newest prompt ended on one of `hashes`, the deepest such block as a rule. The first
+        `num_watched` watched blocks of the prompt are known.
 
         Looks at watched depths first, then at the blocks between the deepest known one and the next. O(log hashes)
         lookups, and O(hashes) at worst.
         """
-        by_end, marks, limit = self._by_end, self._marks, len(hashes)
-        for depth in reversed(DEPTHS[: bisect_right(DEPTHS, limit)]):
+        by_end, marks, limit = self._by_end, self._marks, min(len(hashes), DEPTHS[num_watched] - 1)
+        for depth in reversed(DEPTHS[:num_watched]):
             if hashes[depth - 1] in marks:
                 end = next(filter(by_end.__contains__, reversed(hashes[depth - 1 : limit])), None)
                 return None if end is None else by_end[end]

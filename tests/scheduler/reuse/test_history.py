@@ -228,7 +228,7 @@ def test_what_was_used_long_ago_counts_less() -> None:
     history, uses = made(evictable=4), []
     for number in range(400):
         serve(history, hashes("system", 8) + hashes(number, 8) if number < 100 else hashes(number, 8))
-        uses.append(sum(map(sum, history._rates._used)))
+        uses.append(sum(map(sum, history._rates._used)) / history._rates._unit)
     assert uses[399] < 0.8 * uses[100]
 
 

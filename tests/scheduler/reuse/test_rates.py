@@ -128,3 +128,18 @@ def test_predictions_are_what_the_learned_rates_expect_of_new_chances() -> None:
     rates.learned(1e-6)
     exposed(rates, 0, 10, 5e6)
     assert rates.predicted == pytest.approx([500, 0, 0, 0, 0], rel=1e-3)
+
+
+def test_old_observations_fade_as_slowly_when_their_unit_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def learned(most_unit: float) -> list[list[float]]:
+        monkeypatch.setattr("fastdeploy_kvcache_v1.scheduler.reuse.rates.MOST_UNIT", most_unit)
+        rates = ReuseRates(2)
+        for number in range(100):
+            rates.used_again(0, 3_000 + 10 * number, 1.0)
+            rates.exposed(3_000, [1.0, 2.0], 1_000)
+            rates.fade()
+        return rates.learned(1.0)
+
+    often, never = learned(1.1), learned(1e9)
+    assert [pytest.approx(row) for row in often] == never
+    assert often[0] != often[1]
