@@ -87,7 +87,10 @@ class CommandProcess:
         return found.group()
 
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+        """Opens a connection for each request: a server that closes an idle one may do so just as it is used again."""
+        headers = {"Connection": "close"}
+        url = f"{self.url}/v1"
+        return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120.0, default_headers=headers)
 
 
 class ServerProcess(CommandProcess):
