@@ -105,8 +105,7 @@ class MatchedSpan(NamedTuple):
     """`HOST` if they need device slots and a copy. `DEVICE` also if another request of this step planned that copy."""
 
 
-@dataclass(frozen=True)
-class MatchResult:
+class MatchResult(NamedTuple):
     """Hit of `CacheManager.match_prefix`, in prompt order. Its blocks stay pinned until the request ends."""
 
     request_id: str

@@ -39,15 +39,18 @@ from ..contract.messages import (
     StoreSource,
     SwapStep,
 )
+from ..contract.misses import Miss, StoredPrefix
 from ..contract.sessions import SessionHint
 from ..errors import BlockPoolError, CacheStateError, ConfigError
 from .block_pool import BlockPool
 from .cache_stats import CacheStats, Counters
 from .copies_by_step import CopiesByStep
 from .event_log import EventLog
+from .evicted_pieces import RESET, WEIGHTS, EvictedPieces
 from .invariants import expect
 from .loans import Loads, Stores
 from .lookahead import Lookahead
+from .misses import Misses
 from .policies.backup import BACKUP_POLICIES
 from .policies.eviction import eviction_order
 from .policies.host_duplicates import HostDuplicates
@@ -80,6 +83,7 @@ class CacheManager:
         self._device_pool = BlockPool[DeviceSlot]("device", config.num_device_blocks)
         self._host_pool = BlockPool[HostSlot]("host", config.num_host_blocks)
         self._history = ReuseHistory(clock, self._counters, self._most_watched, lambda: self._tiering.num_evictable)
+        self._pieces = EvictedPieces(clock, config.num_device_blocks + config.num_host_blocks)
         backup = BACKUP_POLICIES[config.write_policy](config)
         self._residency = Residency(
             self._device_pool,
@@ -88,13 +92,15 @@ class CacheManager:
             eviction_order(config.host_order, self._history),
             HostDuplicates(self._device_pool, self._host_pool, are_saved=backup.saves_at_eviction),
             self._events,
+            self._pieces,
         )
         self._tree = RadixTree(self._residency)
         self._lookahead = Lookahead(self._tree, self._residency, config.lookahead_requests)
         self._tiering = Tiering(backup, self._tree, self._residency, self._lookahead, self._counters)
         orders = [self._residency.device_order, *([self._residency.host_order] if config.num_host_blocks else [])]
         learner = self._history if any(order.learns for order in orders) else None
-        self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner)
+        self.misses = Misses(config.block_size, self._pieces, self._tree)
+        self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner, self.misses)
         self._lent: set[DeviceSlot] = set()
         self._loads = Loads(config, self._tree, self._tiering, self._counters)
         self._stores = Stores(self._tree, self._residency, self._tiering)
@@ -344,8 +350,8 @@ class CacheManager:
 
     # ---- administration
 
-    def reset_cache(self, *, force: bool = False) -> None:
-        """Forget every cached block of both tiers.
+    def reset_cache(self, *, force: bool = False, new_weights: bool = False) -> None:
+        """Forget every cached block of both tiers. `new_weights`: their KV is that of other weights.
 
         Running requests keep their blocks until they end, and cache nothing more. `force` ends them too, frees lent
         slots and drops copies not taken yet: the caller must have stopped the worker. Loads are cancelled, see
@@ -359,7 +365,9 @@ class CacheManager:
             self._loads.cancel_all()
             in_use = self._requests.forget_matches()
             self._history.forget()
-            self._tree.detach_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
+            on_host = self._loads.slots(CacheLevel.HOST)
+            cause = WEIGHTS if new_weights else RESET
+            self._tree.detach_all(in_use, self._device_slots_outside(), on_host, cause)
             self._tiering.told = CopiesByStep()
             if force:
                 self._residency.close_copies()
@@ -375,7 +383,10 @@ class CacheManager:
             raise ConfigError(f"the device pool needs at least 1 block, got {size}")
         with self._lock:
             self._tiering.evict_above(size)
+            grows = size > self._device_pool.size
             self._device_pool.resize(size)
+            if grows:
+                self._pieces.resize(size + self._host_pool.size)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the blocks stored in and removed from each tier since the last call, in order.
@@ -430,6 +441,20 @@ class CacheManager:
         """Device slots that `allocate` could get now: free ones and evictable ones."""
         with self._lock:
             return self._tiering.num_available_device
+
+    def miss(self, request_id: str) -> Miss | None:
+        """Return what a recent request missed, and why, also after its end. None: it was not admitted, or too long ago.
+
+        It is known once the step of its admission is taken. For a request that resumed it stays that of its first
+        admission.
+        """
+        with self._lock:
+            return self.misses.of(request_id)
+
+    def tell_stored(self, request_id: str, stored: StoredPrefix) -> None:
+        """Tell what the storage tier knew of a request's prompt, before the step of its admission is taken."""
+        with self._lock:
+            self.misses.tell_stored(request_id, stored)
 
     def stats(self) -> CacheStats:
         """Take a snapshot of counters and gauges. O(requests and loads)."""

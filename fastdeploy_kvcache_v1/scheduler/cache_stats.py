@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ..telemetry.metrics import counter, gauge, part, source
 
+MISSED = "Tokens of admitted requests that read the cache and did not hit, by why their block was missed"
+
 
 @dataclass
 class Counters:
@@ -18,6 +20,7 @@ class Counters:
     requests_rolled_back: int = counter("Admitted requests that the scheduler took back before they ran")
     allocations_refused: int = counter("Allocations for which a tier had no room")
     query_tokens: int = counter("Tokens of admitted requests that read the cache")
+    unread_tokens: int = counter("Tokens of admitted requests that do not read the cache: neither hits nor missed")
     device_hit_tokens: int = counter("Tokens served from the device tier")
     host_hit_tokens: int = counter("Tokens served from the host tier; see `failed_transfer_blocks` for failed copies")
     resumed_hit_tokens: int = counter("Tokens that resumed requests found again in either tier, mostly their own work")
@@ -39,6 +42,28 @@ class Counters:
     failed_transfer_blocks: int = counter("Blocks forgotten after a failed copy")
     loaded_blocks: int = counter("Blocks from storage or a peer that were cached")
     wasted_load_blocks: int = counter("Blocks from storage or a peer that were not cached: cancelled or too late")
+
+
+@dataclass
+class MissedTokens:
+    """Prompt tokens of admitted requests that were not hits, by `MissReason`."""
+
+    never_seen: int = counter(MISSED, "missed_tokens", by="reason")
+    not_seen_lately: int = counter(MISSED, "missed_tokens", by="reason")
+    evicted_device: int = counter(MISSED, "missed_tokens", by="reason")
+    evicted_host: int = counter(MISSED, "missed_tokens", by="reason")
+    evicted_storage: int = counter(MISSED, "missed_tokens", by="reason")
+    partial_block: int = counter(MISSED, "missed_tokens", by="reason")
+    below_threshold: int = counter(MISSED, "missed_tokens", by="reason")
+    in_flight: int = counter(MISSED, "missed_tokens", by="reason")
+    not_worth_loading: int = counter(MISSED, "missed_tokens", by="reason")
+    store_late: int = counter(MISSED, "missed_tokens", by="reason")
+    store_absent: int = counter(MISSED, "missed_tokens", by="reason")
+    store_damaged: int = counter(MISSED, "missed_tokens", by="reason")
+    reset: int = counter(MISSED, "missed_tokens", by="reason")
+    weights: int = counter(MISSED, "missed_tokens", by="reason")
+    copy_failed: int = counter(MISSED, "missed_tokens", by="reason")
+    skipped_by_request: int = counter(MISSED, "missed_tokens", by="reason")
 
 
 @source("cache manager")

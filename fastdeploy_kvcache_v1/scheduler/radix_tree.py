@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
+from .evicted_pieces import RESET
 from .residency import Residency
 from .reuse.history import Stretch
 from .reuse.sessions import Session
@@ -27,6 +28,8 @@ class RadixTree:
         self._residency = residency
         self._ruins: list[dict[BlockHash, Run]] = []
         """Children of forgotten runs, which `sweep` frees."""
+        self.fell_by = RESET
+        """Cause of the last `detach_all`."""
 
     # ---- finding and pinning
 
@@ -142,22 +145,25 @@ class RadixTree:
 
     # ---- taking blocks away
 
-    def detach(self, top: Run) -> list[Run]:
-        """Make `top` and all runs below it unfindable. Slots are freed as soon as no request uses them."""
+    def detach(self, top: Run, cause: int | None = None) -> list[Run]:
+        """Make `top` and all runs below it unfindable. Slots are freed as soon as no request uses them. `cause`: see
+        `Residency.detach`.
+        """
         assert top.parent is not None and not top.detached, "only attached runs can be detached"
         top.leave_parent()
         self._residency.unblock(top.parent)
         detached = list(top.subtree()) if top.children else [top]
         for run in reversed(detached):
-            self._residency.detach(run)
+            self._residency.detach(run, cause)
         return detached
 
     def detach_all(
-        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
+        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot], cause: int
     ) -> None:
         """Make all runs unfindable, see `Residency.detach_all`. `sweep` frees the unused ones."""
         self._ruins.append(self.root.drop_children())
-        kept = self._residency.detach_all(in_use, other_device, other_host)
+        self.fell_by = cause
+        kept = self._residency.detach_all(in_use, other_device, other_host, cause)
         for run in kept:
             self._ruins.append(run.drop_children())
         for run in kept:
@@ -174,8 +180,24 @@ class RadixTree:
             _, run = family.popitem()
             most -= 1
             if not run.detached:  # `detach_all` has handled runs in use
+                self._residency.pieces.add(run, self.fell_by)
                 self._ruins.append(run.drop_children())
                 run.drop_links()
+
+    @property
+    def has_ruins(self) -> bool:
+        return bool(self._ruins)
+
+    def num_fallen(self, hashes: Sequence[BlockHash], at: int, limit: int) -> int:
+        """Count the blocks of `hashes[at:limit]` that `detach_all` forgot and `sweep` has not met yet. O(runs)."""
+        begin, families = at, self._ruins
+        while at < limit and (family := next((each for each in families if hashes[at] in each), None)) is not None:
+            run = family[hashes[at]]
+            if run.detached:  # it was in use, and `detach_all` has handled it
+                break
+            at += run.common_blocks(hashes, at, min(run.length, limit - at))
+            families = [run.children]
+        return at - begin
 
     # ---- cutting and joining runs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..contract.messages import BlockHashes, DeviceSlot
+from ..contract.messages import BlockHash, BlockHashes, DeviceSlot
 from ..errors import CacheStateError
 from .invariants import expect
 from .reuse.history import Visit
@@ -26,6 +26,12 @@ class RequestState:
     """True if its blocks are to be cached. A reset of the cache makes it False."""
     resumed: bool
     """True if it ran before and was preempted."""
+    limit: int = 0
+    """Number of leading blocks that could have been hits."""
+    num_left: int = 0
+    """Blocks that had left the cache before it was admitted."""
+    computes: BlockHash | None = None
+    """Its first block that is not cached yet, if `Misses` knows it as the one that computes it."""
     step: int = -1
     """Scheduling step of its last allocation."""
     num_tokens: int = 0

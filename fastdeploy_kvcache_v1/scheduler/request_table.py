@@ -23,6 +23,7 @@ from ..contract.sessions import SessionHint
 from ..errors import CacheStateError, UnknownRequestError
 from .cache_stats import Counters
 from .invariants import expect
+from .misses import Misses
 from .radix_tree import RadixTree
 from .request_state import RequestState
 from .reuse.history import ReuseHistory
@@ -40,6 +41,7 @@ class RequestTable:
         tiering: Tiering,
         counters: Counters,
         history: ReuseHistory | None,
+        misses: Misses,
     ) -> None:
         self._block_size = config.block_size
         self._caching = config.enable_prefix_caching
@@ -47,6 +49,7 @@ class RequestTable:
         self._tiering = tiering
         self._counters = counters
         self._history = history
+        self._misses = misses
         self._requests: dict[str, RequestState] = {}
         self._admitted: dict[str, RequestState] = {}
         """Admitted in the open step: counted when it is taken or when they end, unless they are rolled back."""
@@ -67,12 +70,13 @@ class RequestTable:
             raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
         limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // self._block_size)
         limit = limit if max_blocks is None else min(limit, max_blocks)
-        path = self._tree.match(sequence.hashes, limit if sequence.access.reads else 0)
+        limit = limit if sequence.access.reads else 0
+        path = self._tree.match(sequence.hashes, limit)
         leaf = path[-1] if path else self._tree.root
         spans = [MatchedSpan(run.length, CacheLevel.DEVICE if run.on_device else CacheLevel.HOST) for run in path]
         num_cached = sum([span.length for span in spans])
         writes = self._caching and sequence.access.writes
-        self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, writes, resumed)
+        self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, writes, resumed, limit)
         return MatchResult(request_id, tuple(spans), self._block_size)
 
     def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
@@ -90,6 +94,8 @@ class RequestTable:
         if num_blocks < request.num_cached:
             raise CacheStateError(f"request {request.request_id}: {num_tokens} tokens are fewer than its cached prefix")
         path = request.leaf.path()
+        self._misses.pieces.look_at_clock()
+        request.num_left = self._misses.pieces.num_left
         num_swap_in = sum([run.length for run in path if not run.on_device])
         slots = self._tiering.allocate_device(num_swap_in + num_blocks - request.num_cached)
         if isinstance(slots, NoSpace):
@@ -112,6 +118,8 @@ class RequestTable:
         slots = request.tail[: end - first]
         runs, duplicates = self._tree.insert(request.leaf, request.sequence.hashes[first:end], slots)
         request.cache(runs, slots, duplicates)
+        if request.computes is not None:
+            self._misses.committed(request)
         self._counters.duplicate_blocks += len(duplicates)
         self._tiering.back_up_completed(runs, end - first)
 
@@ -141,6 +149,8 @@ class RequestTable:
 
     def _remove(self, request: RequestState, *, touch: bool, resumes: bool = False) -> None:
         del self._requests[request.request_id]
+        if request.computes is not None:
+            self._misses.ended(request)
         if touch and self._history is not None and not request.leaf.detached:
             num_prompt = request.num_query_tokens // self._block_size
             visit, num_cached = request.visit, request.num_cached
@@ -175,8 +185,10 @@ class RequestTable:
             return
         counters.requests_admitted += 1
         counters.query_tokens += request.num_query_tokens
+        counters.unread_tokens += 0 if request.num_query_tokens else request.sequence.num_tokens
         counters.device_hit_tokens += num_cached_tokens - request.num_host_tokens
         counters.host_hit_tokens += request.num_host_tokens
+        self._misses.count(request)
 
     def tell_return(self, hint: SessionHint) -> bool:
         session, has_changed = (None, False) if self._history is None else self._history.tell(hint)
@@ -233,7 +245,10 @@ class RequestTable:
             request.check(paths[request_id])
         if self._history is not None:
             self._history.sessions.check()
+        counters = self._counters
+        self._misses.check(counters.query_tokens - counters.device_hit_tokens - counters.host_hit_tokens)
         expect(self._requests.keys() >= self._admitted.keys(), "manager: an ended request is still listed as admitted")
 
     def check_none(self) -> None:
+        self._misses.check_none()
         expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")

@@ -13,6 +13,7 @@ from itertools import chain, takewhile
 from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import BlockPool
 from .event_log import EventLog
+from .evicted_pieces import EVICTED_DEVICE, EVICTED_HOST, EvictedPieces
 from .invariants import check_queue, check_runs, expect
 from .policies.eviction import EvictionOrder
 from .policies.host_duplicates import HostDuplicates
@@ -35,6 +36,7 @@ class Residency:
         host_order: EvictionOrder,
         host_duplicates: HostDuplicates,
         events: EventLog,
+        pieces: EvictedPieces,
     ) -> None:
         self.device_pool = device_pool
         self.host_pool = host_pool
@@ -50,6 +52,7 @@ class Residency:
         self.num_device_evictable = 0
         """Exact number of blocks that device eviction can free at once."""
         self._events = events
+        self.pieces = pieces
         self._open: dict[Run, None] = {}
         self._detached: dict[Run, None] = {}
 
@@ -151,8 +154,13 @@ class Residency:
         self._events.removed(CacheLevel.HOST, run)
         self._take_host(run)
 
-    def detach(self, run: Run) -> None:
-        """Register that `run` was removed from the tree. Its slots are freed as soon as no request uses them."""
+    def detach(self, run: Run, cause: int | None = None) -> None:
+        """Register that `run` was removed from the tree. Its slots are freed as soon as no request uses them. `cause`:
+        see `EvictedPieces.add`; None: it was evicted.
+        """
+        if cause is None:
+            cause = EVICTED_DEVICE if run.on_device else EVICTED_HOST
+        self.pieces.add(run, cause)
         if run.on_device:
             if not run.pins:
                 self.num_device_evictable -= run.length
@@ -168,7 +176,7 @@ class Residency:
         self._free_if_unused(run)
 
     def detach_all(
-        self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
+        self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot], cause: int
     ) -> list[Run]:
         """Register that the tree was emptied. Returns the runs that keep slots; the caller must drop all others.
 
@@ -177,6 +185,8 @@ class Residency:
         """
         kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
         for run in kept:
+            if not run.detached:
+                self.pieces.add(run, cause)
             run.detached = True
             run.disown()
             run.older = run.younger = None

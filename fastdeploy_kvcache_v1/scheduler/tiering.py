@@ -19,6 +19,7 @@ from ..contract.messages import (
 from ..errors import PoolInUseError
 from .cache_stats import Counters
 from .copies_by_step import CopiesByStep
+from .evicted_pieces import COPY_FAILED
 from .lookahead import Lookahead
 from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
@@ -194,7 +195,7 @@ class Tiering:
         if run.detached:
             return list(run.subtree())
         self._cut_before(run, slots, failed)
-        return self._tree.detach(run)
+        return self._tree.detach(run, COPY_FAILED)
 
     def _cut_before(self, run: Run, slots: Sequence[int], marked: Set[int]) -> None:
         """Cut `run` so that it begins with the first of its `slots` that is in `marked`."""

@@ -21,6 +21,7 @@ from fastdeploy_kvcache_v1.contract.messages import (
     StoreSource,
     SwapStep,
 )
+from fastdeploy_kvcache_v1.contract.misses import MissReason, StoredPrefix
 from fastdeploy_kvcache_v1.errors import PoolInUseError
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
@@ -305,7 +306,7 @@ class Scene:
     # ---- administration
 
     def reset(self, how: str = "") -> None:
-        self.cache.reset_cache(force=how == "forced")
+        self.cache.reset_cache(force=how == "forced", new_weights=how == "weights")
 
     def resize(self, size: str) -> None:
         self.cache.resize_device_pool(int(size))
@@ -359,6 +360,24 @@ class Scene:
         counters = self.cache.stats().counters
         hits = counters.requests_admitted, counters.device_hit_tokens, counters.host_hit_tokens, counters.query_tokens
         assert hits == tuple(map(int, counted)), hits
+
+    def missed(self, name: str, reason: str, *rest: str) -> None:
+        """Why a request missed its first block, then the token, tokens missed, tier last held, and blocks short."""
+        miss = self.cache.miss(name)
+        assert miss is not None, "no miss is known"
+        tier = None if miss.tier_last_held is None else miss.tier_last_held.value
+        found = miss.reason.value, miss.at_token, miss.num_tokens, tier, miss.blocks_short
+        assert tuple(map(str, found))[: len(rest) + 1] == (reason, *rest), found
+
+    def reasons(self, *counts: str) -> None:
+        """Missed tokens as `reason=tokens`, all those above 0."""
+        found = {f"{reason}={tokens}" for reason, tokens in vars(self.cache.misses.tokens).items() if tokens}
+        assert found == set(counts), found
+
+    def stored(self, name: str, end: str, reason: str, beyond: str = "") -> None:
+        """The storage tier has the first `end` blocks. `-` for no reason."""
+        reasons = [MissReason(each) if each.strip("-") else None for each in (reason, beyond)]
+        self.cache.tell_stored(name, StoredPrefix(int(end), *reasons))
 
     def idle(self) -> None:
         """Nothing is held once the next step is taken."""

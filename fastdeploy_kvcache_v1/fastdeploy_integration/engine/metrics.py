@@ -94,7 +94,7 @@ class CacheMetricsPublisher:
         self._lock = threading.Lock()
         for source in (CacheStats, RankCopies, CopyReports):
             exported(source_of(source))
-        for part in (overlay, adapter.uncached):
+        for part in (adapter.manager.misses, overlay, adapter.uncached):
             self.add(part)
 
     def add(self, part: object, *added: str) -> None:

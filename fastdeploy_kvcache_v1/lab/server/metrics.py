@@ -52,6 +52,7 @@ class _ServerCollector(Collector):
 def _parts(core: EngineCore) -> Iterator[tuple[object, tuple[str, ...]]]:
     """Exported objects, each with the values of the labels that the server adds."""
     yield core.manager.stats(), ()
+    yield core.manager.misses, ()
     yield core, ()
     remote = core.peers.remote
     for part in (core.storage, core.recorder, None if remote is None else remote.counters):

@@ -6,13 +6,15 @@ import prometheus_client
 import pytest
 
 from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyPath, CopyResult, RankCopies, WorkerReport
+from fastdeploy_kvcache_v1.contract.misses import MissReason
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
-from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
+from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters, MissedTokens
+from fastdeploy_kvcache_v1.scheduler.misses import Misses
 from fastdeploy_kvcache_v1.storage.engine.counters import MoveTotals, StorageCounters
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.telemetry.metrics import PREFIX, Kind, source_of
@@ -46,6 +48,7 @@ class CountingManager:
 
     def __init__(self):
         self.counters = Counters(*range(100, 100 + len(vars(Counters()))))
+        self.misses = bare(Misses, tokens=MissedTokens(*range(len(MissReason))))
 
     def stats(self):
         names = [name for name in CacheStats.__dataclass_fields__ if name != "counters"]
@@ -82,8 +85,13 @@ def test_each_number_of_the_scheduler_half_is_published_under_its_name(publisher
     assert sorted(expected.values()) == sorted(numbers.values()), "each is a field"
     reasons = vars(Uncached(1, 2, 3, 4)).items()
     uncached = {("uncached_requests_total", ("reason", name)): value for name, value in reasons}
+    misses = publisher._adapter.manager.misses
+    missed = {
+        ("missed_tokens_total", ("reason", reason.value)): getattr(misses.tokens, reason.value) for reason in MissReason
+    }
     silent = {("copy_reports_lost_total",): 0, ("copy_reports_unreadable_total",): 0}
-    assert samples() == expected | uncached | silent | {("changed_bodies",): 3}
+    shown = {name: value for name, value in samples().items() if not name[0].startswith("evicted_to_next_use")}
+    assert shown == expected | missed | uncached | silent | {("changed_bodies",): 3}
 
 
 def test_every_metric_that_the_docs_have_of_fastdeploy_is_published(publisher, samples, tmp_path):
