@@ -168,6 +168,10 @@ class GenerationBody(Body):
     """End tokens do not end the output. Unknown to FastDeploy."""
     stop_token_ids: list[int] = Field(default_factory=list)
     return_token_ids: bool = False
+    cache_report: bool = False
+    """`usage.prompt_tokens_details` says why the prompt's first token without a hit was missed: `reason`, `at_token`,
+    `tier_last_held`, `evicted_s_ago`, `blocks_short`. Unknown to FastDeploy.
+    """
     """Add `prompt_token_ids` and `completion_token_ids` to choice, message or delta, and `token_ids` to the choice."""
 
     skip_reading_prefix_cache: bool = False
@@ -217,7 +221,9 @@ class GenerationBody(Body):
 
     def request(self, **read: Any) -> GenerationRequest:
         """The engine's request. `read`: fields that depend on model and prompt."""
-        return GenerationRequest(min_tokens=self.min_tokens, cache_salt=self.cache_salt, **read)
+        return GenerationRequest(
+            min_tokens=self.min_tokens, cache_salt=self.cache_salt, cache_report=self.cache_report, **read
+        )
 
 
 class CompletionBody(GenerationBody):

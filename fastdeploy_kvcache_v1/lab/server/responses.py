@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from ...contract.misses import Miss
 from .engine.generation import Delta, Usage
 
 DONE = "data: [DONE]\n\n"
@@ -95,6 +96,19 @@ def _usage_body(usage: Usage) -> Body:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **_miss_body(usage.miss)},
         "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def _miss_body(miss: Miss | None) -> Body:
+    if miss is None:
+        return {}
+    tier, seconds = miss.tier_last_held, miss.evicted_s_ago
+    return {
+        "reason": miss.reason.value,
+        "at_token": miss.at_token,
+        "tier_last_held": None if tier is None else tier.value,
+        "evicted_s_ago": None if seconds is None else round(seconds, 3),
+        "blocks_short": miss.blocks_short,
     }

@@ -204,6 +204,28 @@ def test_worker_death_fails_open_and_later_requests(server):
     assert server.wait_fatal() == ["the worker process 7 was killed by SIGKILL"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_why_its_prompt_missed_if_it_is_asked(server, stream):
+    prompt = "a prompt of some length"
+
+    def details(**fields):
+        response = server.complete(prompt=prompt, stream=stream, stream_options={"include_usage": True}, **fields)
+        bodies = chunks_of(response) if stream else [response.json()]
+        return bodies[-1]["usage"]["prompt_tokens_details"]
+
+    nothing = {"tier_last_held": None, "evicted_s_ago": None, "blocks_short": None}
+    assert details(cache_report=True) == {"cached_tokens": 0, "reason": "never_seen", "at_token": 0, **nothing}
+    again = details(cache_report=True)
+    cached = again["cached_tokens"]
+    assert cached > 0
+    assert again == {"cached_tokens": cached, "reason": "partial_block", "at_token": cached, **nothing}
+    assert details(cache_report=True, cache_salt="other")["reason"] == "never_seen"
+    assert details(cache_report=True, skip_reading_prefix_cache=True)["reason"] == "skipped_by_request"
+    assert details() == {"cached_tokens": cached}
+    assert server.client.post("/reset_prefix_cache").status_code == 200
+    assert details(cache_report=True) == {"cached_tokens": 0, "reason": "reset", "at_token": 0, **nothing}
+
+
 def test_reset_forgets_the_cache(server):
     for _ in range(2):
         usage = server.complete(prompt="a prompt of some length").json()["usage"]

@@ -382,6 +382,8 @@ class EngineCore:
             if not generation.num_outputs:
                 generation.times.first_token_s = self._clock() - generation.submitted_at
                 self.observe_first_token(generation.times.first_token_s)
+                if generation.request.cache_report:
+                    generation.miss = self.manager.miss(generation.request_id)
             if deltas:
                 generation.num_computed += 1
                 self.counters.accepted_draft_tokens += 1

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ....contract.misses import Miss
 from ....scheduler.block_hashing import BlockHasher
 from .request_times import RequestReport, RequestTimes
 
@@ -37,6 +38,8 @@ class GenerationRequest:
     cache_salt: str = ""
     offered_to: tuple[PeerPort, ...] = ()
     """On a prefill server: workers of the decode server that reads the prompt's blocks, by rank."""
+    cache_report: bool = False
+    """The answer says why its prompt missed."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    miss: Miss | None = None
+    """Why the others were not, if the client asks."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ class Generation:
     """It ran before, so hits after a preemption include its own blocks."""
     cached_tokens: int | None = None
     """Prompt tokens that were never computed for this request; None before it was first admitted."""
+    miss: Miss | None = None
+    """What its first admission missed, if its answer has to say so."""
     tokens_before_wait: int | None = None
     """Cached tokens when it began to wait for a prefix of another request, or None."""
     copy_failures: int = 0
@@ -161,7 +168,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.request.prompt_ids), self.num_outputs, self.cached_tokens or 0)
+        return Usage(len(self.request.prompt_ids), self.num_outputs, self.cached_tokens or 0, self.miss)
 
     def report(self, state: str, now: float) -> RequestReport:
         usage, times, total_s = self.usage, self.times, now - self.submitted_at
