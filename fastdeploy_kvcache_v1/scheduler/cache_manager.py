@@ -39,14 +39,14 @@ from ..contract.messages import (
     StoreSource,
     SwapStep,
 )
-from ..contract.misses import Miss, StoredPrefix
+from ..contract.misses import Miss, MissReason, StoredPrefix
 from ..contract.sessions import SessionHint
 from ..errors import BlockPoolError, CacheStateError, ConfigError
 from .block_pool import BlockPool
 from .cache_stats import CacheStats, Counters
 from .copies_by_step import CopiesByStep
 from .event_log import EventLog
-from .evicted_pieces import RESET, WEIGHTS, EvictedPieces
+from .evicted_pieces import EvictedPieces
 from .invariants import expect
 from .loans import Loads, Stores
 from .lookahead import Lookahead
@@ -365,12 +365,16 @@ class CacheManager:
             self._loads.cancel_all()
             in_use = self._requests.forget_matches()
             self._history.forget()
-            on_host = self._loads.slots(CacheLevel.HOST)
-            cause = WEIGHTS if new_weights else RESET
-            self._tree.detach_all(in_use, self._device_slots_outside(), on_host, cause)
+            self._tree.detach_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
+            self.misses.blame_reset(MissReason.WEIGHTS if new_weights else MissReason.RESET)
             self._tiering.told = CopiesByStep()
             if force:
                 self._residency.close_copies()
+
+    def weights_changed(self) -> None:
+        """Tell that blocks which the last reset forgot could not have been used anyway: new weights were loaded."""
+        with self._lock:
+            self.misses.blame_reset(MissReason.WEIGHTS)
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow or shrink the device tier. Cached blocks above the new end are evicted; their host copies stay.
@@ -452,7 +456,9 @@ class CacheManager:
             return self.misses.of(request_id)
 
     def tell_stored(self, request_id: str, stored: StoredPrefix) -> None:
-        """Tell what the storage tier knew of a request's prompt, before the step of its admission is taken."""
+        """Tell what the storage tier knows of a request's prompt: what it knew when the step of the admission was taken
+        counts.
+        """
         with self._lock:
             self.misses.tell_stored(request_id, stored)
 

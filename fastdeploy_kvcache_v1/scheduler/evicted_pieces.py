@@ -26,10 +26,9 @@ CAUSES = (
     MissReason.EVICTED_DEVICE,
     MissReason.EVICTED_HOST,
     MissReason.RESET,
-    MissReason.WEIGHTS,
     MissReason.COPY_FAILED,
 )
-EVICTED_DEVICE, EVICTED_HOST, RESET, WEIGHTS, COPY_FAILED = range(len(CAUSES))
+EVICTED_DEVICE, EVICTED_HOST, RESET, COPY_FAILED = range(len(CAUSES))
 
 
 def length_of(piece: int) -> int:

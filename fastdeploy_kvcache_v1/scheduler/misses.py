@@ -14,6 +14,7 @@ from .evicted_pieces import (
     CAUSES,
     EVICTED_DEVICE,
     EVICTED_HOST,
+    RESET,
     EvictedPieces,
     blocks_short,
     cause_of,
@@ -25,12 +26,13 @@ from .radix_tree import RadixTree
 from .request_state import RequestState
 
 MOST_KEPT = 256
-"""Requests of which a miss, or the word of the storage tier, is kept: the latest, up to twice as many."""
+"""Requests whose miss is kept: the latest, up to twice as many."""
+MOST_TOLD = 4096
+"""Waiting requests of which the storage tier told something."""
 
 NEVER_SEEN, NOT_SEEN_LATELY = MissReason.NEVER_SEEN.value, MissReason.NOT_SEEN_LATELY.value
 IN_FLIGHT, PARTIAL_BLOCK = MissReason.IN_FLIGHT.value, MissReason.PARTIAL_BLOCK.value
 EVICTED_STORAGE, SKIPPED_BY_REQUEST = MissReason.EVICTED_STORAGE.value, MissReason.SKIPPED_BY_REQUEST.value
-BY_CAUSE = tuple(reason.value for reason in CAUSES)
 TIERS = {EVICTED_DEVICE: CacheLevel.DEVICE, EVICTED_HOST: CacheLevel.HOST}
 
 NOTHING_TOLD = StoredPrefix()
@@ -64,6 +66,7 @@ class Misses:
         self._tree = tree
         self.tokens = MissedTokens()
         self._counts: dict[str, int] = vars(self.tokens)
+        self._by_cause = [reason.value for reason in CAUSES]
         self._computing: dict[BlockHash, RequestState] = {}
         """Admitted requests by the first block that they compute; the first one of each block."""
         self._young: dict[str, Row] = {}
@@ -77,10 +80,14 @@ class Misses:
         row = self._young.get(request_id) or self._old.get(request_id)
         return None if row is None else Miss(MissReason(row[0]), *row[1:])
 
+    def blame_reset(self, reason: MissReason) -> None:
+        """Set the reason of blocks that a reset forgot, also before."""
+        self._by_cause[RESET] = reason.value
+
     def tell_stored(self, request_id: str, stored: StoredPrefix) -> None:
-        """Take note of what the storage tier knew when a request started. To be told before it is counted."""
+        """Take note of what the storage tier knows of a request that is not counted yet."""
         self._stored[request_id] = stored
-        if len(self._stored) > MOST_KEPT:
+        if len(self._stored) > MOST_TOLD:
             del self._stored[next(iter(self._stored))]
 
     def count(self, request: RequestState) -> None:
@@ -151,10 +158,10 @@ class Misses:
                 piece = 0
         if piece:
             cause = cause_of(piece)
-            reason = stored.beyond.value if stored.beyond is not None and cause in TIERS else BY_CAUSE[cause]
+            reason = stored.beyond.value if stored.beyond is not None and cause in TIERS else self._by_cause[cause]
             return reason, min(begin + length_of(piece), limit) - at, piece
         if self._tree.has_ruins and (num_fallen := self._tree.num_fallen(hashes, at, limit)):
-            return BY_CAUSE[self._tree.fell_by], num_fallen, 0
+            return self._by_cause[RESET], num_fallen, 0
         return NOT_SEEN_LATELY if self.pieces.has_faded(hashes[at]) else NEVER_SEEN, limit - at, 0
 
     def _past(self, reason: str, piece: int, num_left: int) -> tuple[CacheLevel | None, float | None, int | None]:

@@ -28,8 +28,6 @@ class RadixTree:
         self._residency = residency
         self._ruins: list[dict[BlockHash, Run]] = []
         """Children of forgotten runs, which `sweep` frees."""
-        self.fell_by = RESET
-        """Cause of the last `detach_all`."""
 
     # ---- finding and pinning
 
@@ -158,12 +156,11 @@ class RadixTree:
         return detached
 
     def detach_all(
-        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot], cause: int
+        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
     ) -> None:
         """Make all runs unfindable, see `Residency.detach_all`. `sweep` frees the unused ones."""
         self._ruins.append(self.root.drop_children())
-        self.fell_by = cause
-        kept = self._residency.detach_all(in_use, other_device, other_host, cause)
+        kept = self._residency.detach_all(in_use, other_device, other_host)
         for run in kept:
             self._ruins.append(run.drop_children())
         for run in kept:
@@ -180,7 +177,7 @@ class RadixTree:
             _, run = family.popitem()
             most -= 1
             if not run.detached:  # `detach_all` has handled runs in use
-                self._residency.pieces.add(run, self.fell_by)
+                self._residency.pieces.add(run, RESET)
                 self._ruins.append(run.drop_children())
                 run.drop_links()
 

@@ -13,7 +13,7 @@ from itertools import chain, takewhile
 from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import BlockPool
 from .event_log import EventLog
-from .evicted_pieces import EVICTED_DEVICE, EVICTED_HOST, EvictedPieces
+from .evicted_pieces import EVICTED_DEVICE, EVICTED_HOST, RESET, EvictedPieces
 from .invariants import check_queue, check_runs, expect
 from .policies.eviction import EvictionOrder
 from .policies.host_duplicates import HostDuplicates
@@ -176,7 +176,7 @@ class Residency:
         self._free_if_unused(run)
 
     def detach_all(
-        self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot], cause: int
+        self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
     ) -> list[Run]:
         """Register that the tree was emptied. Returns the runs that keep slots; the caller must drop all others.
 
@@ -186,7 +186,7 @@ class Residency:
         kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
         for run in kept:
             if not run.detached:
-                self.pieces.add(run, cause)
+                self.pieces.add(run, RESET)
             run.detached = True
             run.disown()
             run.older = run.younger = None

@@ -308,6 +308,9 @@ class Scene:
     def reset(self, how: str = "") -> None:
         self.cache.reset_cache(force=how == "forced", new_weights=how == "weights")
 
+    def weights(self) -> None:
+        self.cache.weights_changed()
+
     def resize(self, size: str) -> None:
         self.cache.resize_device_pool(int(size))
 

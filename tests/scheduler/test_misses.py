@@ -60,6 +60,10 @@ SCENARIOS = {
     "new weights are a reason of their own": (
         "8+0: run abcd; reset weights; run abcd again; missed again weights 0 5; reasons never_seen=5 weights=5; idle"
     ),
+    "a reset for weights that are told later is blamed on them": (
+        "8+0: run abcd; reset; weights; run abcd again; missed again weights 0 5; run wxyz; reset;"
+        "run wxyz last; missed last reset 0 5; idle"
+    ),
     "what was in use at the reset was lost by it too": (
         "8+0: start abcd one; step; commit one 4; reset; finish one; run abcd two; missed two reset 0 5; idle"
     ),
@@ -169,13 +173,21 @@ def test_reasons_are_those_of_an_oracle_that_keeps_everything(kind: str, tmp_pat
 
 
 def test_a_piece_forgotten_by_the_table_was_not_seen_lately() -> None:
-    """The table of this cache has two generations of 16 pieces."""
+    """The table of this cache has two generations of 16 pieces. Few of the bytes that are left fall on one place."""
     cache = manager(192)
     for number in range(100):
         run(cache, chr(200 + number) * 65)
-    run(cache, chr(200) * 65, "again")
-    assert_reason(cache, "again", MissReason.NOT_SEEN_LATELY)
-    run(cache, chr(290) * 65, "young")
+    reasons = []
+    for number in range(50):
+        run(cache, chr(200 + number) * 65, f"again {number}")
+        miss = cache.miss(f"again {number}")
+        assert miss is not None
+        reasons.append(miss.reason)
+    assert set(reasons) <= {MissReason.NOT_SEEN_LATELY, MissReason.NEVER_SEEN}
+    assert reasons.count(MissReason.NOT_SEEN_LATELY) > 25
+    run(cache, chr(249) * 65, "full")
+    assert_reason(cache, "full", MissReason.PARTIAL_BLOCK)
+    run(cache, chr(240) * 65, "young")
     assert_reason(cache, "young", MissReason.EVICTED_DEVICE)
 
 

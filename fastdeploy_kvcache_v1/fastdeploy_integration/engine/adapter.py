@@ -444,14 +444,14 @@ class PrefixCacheAdapter:
         """While FastDeploy ends every request of its `manager` and drops what is queued for the workers."""
         return nullcontext()
 
-    def batch_dropped(self) -> None:
+    def batch_dropped(self, *, new_weights: bool = True) -> None:
         """FastDeploy dropped queued batches, or copies that rode on one: no cached block can be trusted.
 
         Requests keep their ids until FastDeploy takes them back.
         """
         with self._lock:
             self._batch.close()
-            self.manager.reset_cache()
+            self.manager.reset_cache(new_weights=new_weights)
             self._restarted()
 
     def _restarted(self) -> None:

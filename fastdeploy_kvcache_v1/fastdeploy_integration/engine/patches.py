@@ -444,7 +444,7 @@ def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
         try:
             return wrapped(*args, **kwargs)
         finally:
-            cache.batch_dropped()
+            cache.batch_dropped(new_weights=False)
 
 
 def control_other_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -452,8 +452,10 @@ def control_other_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
     when it is not, FastDeploy refuses them, or they change nothing.
     """
     cache = own_cache(instance, EnginePrefixCache)
-    if cache is not None and cache.storage is not None and instance.is_paused:
-        cache.storage.weights_changed()
+    if cache is not None and instance.is_paused:
+        cache.manager.weights_changed()
+        if cache.storage is not None:
+            cache.storage.weights_changed()
     return wrapped(*args, **kwargs)
 
 

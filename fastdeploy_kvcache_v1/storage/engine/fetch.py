@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...contract.messages import BlockHash
+from ...contract.misses import MissReason
 from .target import Prefix
 
 __all__ = ["Fetch", "Piece"]
@@ -28,6 +29,10 @@ class Fetch:
     num_under_way: int = 0
     num_lent: int = 0
     """Blocks of all pieces so far. They have to stay in the tier until the request starts."""
+    num_stored: int | None = None
+    """Blocks from `begin` on that the store has; None until it has said so."""
+    reason: MissReason = MissReason.STORE_LATE
+    """Why stored blocks that are still missing are not loaded."""
     holds_up: bool = True
     """Its request waits for it. If not, the request starts when there is room for it."""
     is_declined: bool = False
@@ -57,6 +62,8 @@ class Piece:
     sent_at: float | None = None
     arrived: dict[int, int] = field(default_factory=dict)
     """Blocks by rank, as they answer."""
+    is_damaged: bool = False
+    """A rank found a checksum mismatch."""
     error: str | None = None
     """Of the first rank that failed."""
     seconds: float = 0.0

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel, LoadSlots
+from ...contract.misses import MissReason, StoredPrefix
 from ...scheduler.cache_manager import CacheManager
 from ..messages import LoadDone, QueryDone
 from ..settings import Prefetch, StorageSettings
@@ -94,7 +95,10 @@ class Fetches:
         self._note_silence(now)
         if cached:
             self._touch(hashes[:cached], now)
-        if self._is_short(len(hashes) - cached) or len(self._queries) >= MOST_QUESTIONS:
+        if self._is_short(len(hashes) - cached):
+            self._manager.tell_stored(request_id, StoredPrefix(beyond=MissReason.BELOW_THRESHOLD))
+            return
+        if len(self._queries) >= MOST_QUESTIONS:
             return
         if self._target.count_present(hashes) < cached:
             return  # what follows could not be cached
@@ -107,6 +111,7 @@ class Fetches:
         self._counters.queries += 1
         self._counters.queried_blocks += len(hashes) - cached
         self._target.query(query_id, prefix, cached)
+        self._tell(fetch)
 
     def may_start(self, request_id: str) -> bool:
         """False while the request should go on waiting for its stored prefix."""
@@ -139,17 +144,38 @@ class Fetches:
         if fetch is None:
             return
         self._counters.found_blocks += answer.num_stored
-        worth = 0 if self._is_short(answer.num_stored) else min(answer.num_stored, self._most_ahead)
+        fetch.num_stored = None if answer.error is not None else answer.num_stored
+        is_short = self._is_short(answer.num_stored)
+        if is_short:
+            fetch.reason = MissReason.BELOW_THRESHOLD
+        worth = 0 if is_short else min(answer.num_stored, self._most_ahead)
         fetch.end = fetch.begin + worth
         self._weigh(fetch, fetch.begin, fetch.end)
         if fetch.is_trial:
             fetch.end = min(fetch.end, fetch.begin + PIECE_BLOCKS)
+            fetch.reason = MissReason.NOT_WORTH_LOADING
             if not worth:
                 self.costs.not_tried()
         elif worth and not fetch.is_declined:
             self.costs.waits()
             if self._settings.prefetch is Prefetch.TIMEOUT:
-                fetch.end -= self.costs.blocks_to_compute(fetch.begin, fetch.end, fetch.num_tokens)
+                num_computed = self.costs.blocks_to_compute(fetch.begin, fetch.end, fetch.num_tokens)
+                fetch.end -= num_computed
+                if num_computed:
+                    fetch.reason = MissReason.NOT_WORTH_LOADING
+        self._tell(fetch)
+
+    def _tell(self, fetch: Fetch) -> None:
+        """Tell the manager what the store knows, in case that the request starts now."""
+        if self._fetches.get(fetch.request_id) is not fetch:
+            return
+        hashes, stored = fetch.prefix.hashes, StoredPrefix(beyond=fetch.reason)
+        if fetch.num_stored is not None:
+            end = fetch.begin + fetch.num_stored
+            was_stored = end < len(hashes) and hashes[end] in self._known
+            beyond = MissReason.EVICTED_STORAGE if was_stored else MissReason.STORE_ABSENT
+            stored = StoredPrefix(end, fetch.reason, beyond)
+        self._manager.tell_stored(fetch.request_id, stored)
 
     def _weigh(self, fetch: Fetch, begin: int, end: int) -> None:
         """Does its request wait for blocks `[begin, end)`, all that are still to come?"""
@@ -165,6 +191,9 @@ class Fetches:
         fetch.is_trial = self.costs.declined()
         fetch.is_declined = not fetch.is_trial
         self._counters.declined_requests += fetch.is_declined
+        if fetch.is_declined:
+            fetch.reason = MissReason.NOT_WORTH_LOADING
+            self._tell(fetch)
 
     def load_done(self, answer: LoadDone) -> None:
         self._counters.load.add(answer, answer.num_arrived)
@@ -172,6 +201,7 @@ class Fetches:
         piece = self._pieces[answer.load_id]
         piece.arrived[answer.rank] = answer.num_arrived
         piece.error = piece.error or of_rank(answer)
+        piece.is_damaged = piece.is_damaged or answer.is_damaged
         piece.seconds = max(piece.seconds, answer.seconds)
         now = self._clock()
         if answer.quiet_after_s:
@@ -185,6 +215,9 @@ class Fetches:
             self.costs.loaded(len(piece.slots), piece.seconds)
         fetch = piece.fetch
         fetch.num_under_way -= 1
+        if piece.is_damaged:
+            fetch.reason = MissReason.STORE_DAMAGED
+            self._tell(fetch)
         if piece.quiet_at > now:
             self._manager.cancel_load(piece.load_id)
             piece.sent_at = None

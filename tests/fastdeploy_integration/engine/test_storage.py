@@ -1,6 +1,7 @@
 """Which requests wait for their stored prefix inside FastDeploy, and until when; what the tier is told."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -302,10 +303,11 @@ def test_where_passes_are_followed_every_batch_carries_a_step_else_the_first_aft
 def test_only_a_paused_engine_gets_other_weights(monkeypatch, is_paused):
     monkeypatch.setattr(engine_patches, "EnginePrefixCache", SimpleNamespace)
     changed = []
-    cache = SimpleNamespace(storage=SimpleNamespace(weights_changed=lambda: changed.append(True)))
+    names = "manager", "storage"
+    cache = SimpleNamespace(**{name: SimpleNamespace(weights_changed=partial(changed.append, name)) for name in names})
     engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache), is_paused=is_paused)
     assert engine_patches.control_other_weights(lambda request: request, engine, ("r",), {}) == "r"
-    assert changed == [True] * is_paused
+    assert changed == list(names) * is_paused
 
 
 # ---- the start, and names of blocks

@@ -312,6 +312,43 @@ def test_a_request_waits_as_its_policy_says(engine, prefetch, seconds):
     assert made.tier.counters.late_requests == (prefetch is not Prefetch.BEST_EFFORT)
 
 
+@pytest.mark.parametrize(
+    # How many of its 10 evicted blocks the store has, and the reasons of these, of the next ones, and of the last two.
+    ("stored", "expected"),
+    [
+        (None, {"store_late": 10, "never_seen": 3}),
+        (0, {"store_absent": 10, "never_seen": 3}),
+        (2, {"below_threshold": 2, "store_absent": 8, "never_seen": 3}),
+        (6, {"store_late": 6, "store_absent": 4, "never_seen": 3}),
+        ("damaged", {"store_damaged": 13}),
+        ("known", {"evicted_storage": 10, "never_seen": 3}),
+        ("short", {"below_threshold": 3}),
+    ],
+)
+def test_a_missed_block_is_blamed_on_what_the_store_did_for_it(stored, expected):
+    made = host(device=16, host=16, min_tokens=4)
+    text = LONG[:2] if stored == "short" else LONG[:10]
+    made.compute(text + "!")
+    step = made.compute(LATER[:17])
+    if stored == "damaged":
+        made.report(step)
+        for store in made.stores:
+            made.stored(store)
+    if stored == "known":
+        made.tier.known.add([Prompt(text).hashes[0]])
+    prompt = text + ("!" if stored == "short" else "new")
+    made.arrive("r", prompt, {"damaged": 12, "known": 0, "short": None}.get(stored, stored))
+    if stored == "damaged":
+        made.loaded(made.loads[0], 0, 12, is_damaged=True)
+    before = dict(vars(made.manager.misses.tokens))
+    made.manager.match_prefix("r", Prompt(prompt))
+    made.manager.allocate("r", len(prompt))
+    made.manager.take_swap_step()
+    tokens = vars(made.manager.misses.tokens)
+    assert {name: tokens[name] - count for name, count in before.items() if tokens[name] > count} == expected
+    assert made.manager.miss("r").reason.value == next(iter(expected))
+
+
 def test_after_its_deadline_the_caller_looks_again_at_leisure(engine):
     made = engine(prefetch=Prefetch.TIMEOUT)
     made.arrive("r", "abc!", 3)
