@@ -1,4 +1,4 @@
-"""`fastdeploy-kvcache serve | router | demo | replay | traffic | storage | doctor`.
+"""`fastdeploy-kvcache serve | router | demo | replay | traffic | storage | explain | doctor`.
 
 Only the module of the chosen command is imported.
 """
@@ -39,6 +39,7 @@ COMMANDS = (
     Command("replay", ".lab.replay", "run a request trace through the cache manager alone"),
     Command("traffic", ".lab.traffic", "generate a request trace for replay: chat, agents, batch jobs and others"),
     Command("storage", ".storage.file.command", "inspect and clean a directory of stored blocks", "embedded"),
+    Command("explain", ".explain.command", "say why requests missed the cache of a server, and what to change"),
     Command("doctor", ".doctor", "check FastDeploy, its patch points and this machine"),
 )
 

@@ -13,9 +13,9 @@ __all__ = ["Finding", "missing_libraries", "needed_by"]
 
 # fmt: off
 MODULES = {
-    "": ("msgspec", "numpy", "psutil", "pyroaring", "tomli", "tqdm", "wrapt"),
+    "": ("msgspec", "numpy", "prometheus_client", "psutil", "pyroaring", "tomli", "tqdm", "wrapt"),
     "embedded": (
-        "PIL", "anyio", "fastapi", "filelock", "gguf", "httpx2", "paddle", "prometheus_client", "pydantic",
+        "PIL", "anyio", "fastapi", "filelock", "gguf", "httpx2", "paddle", "pydantic",
         "safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "xxhash", "yaml", "zmq",
     ),
     "demo": ("rich",),

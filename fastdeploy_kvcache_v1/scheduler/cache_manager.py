@@ -24,6 +24,7 @@ from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import replace
 
 from ..config import KVCacheConfig
+from ..contract.cache_report import MOST_LISTED, CacheReport
 from ..contract.messages import (
     Allocation,
     BlockHash,
@@ -99,12 +100,13 @@ class CacheManager:
         self._tiering = Tiering(backup, self._tree, self._residency, self._lookahead, self._counters)
         orders = [self._residency.device_order, *([self._residency.host_order] if config.num_host_blocks else [])]
         learner = self._history if any(order.learns for order in orders) else None
-        self.misses = Misses(config.block_size, self._pieces, self._tree)
+        self.misses = Misses(config.block_size, self._pieces, self._tree, clock)
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner, self.misses)
         self._lent: set[DeviceSlot] = set()
         self._loads = Loads(config, self._tree, self._tiering, self._counters)
         self._stores = Stores(self._tree, self._residency, self._tiering)
         self._names_key = secrets.token_bytes(16)
+        self._name = secrets.token_hex(4)
 
     # ---- the life of a request
 
@@ -461,6 +463,13 @@ class CacheManager:
         """
         with self._lock:
             self.misses.tell_stored(request_id, stored)
+
+    def report(self) -> CacheReport:
+        """Tell what the latest requests missed, and why. Takes milliseconds, independent of the size of the cache."""
+        with self._lock:
+            device, host = self._device_pool.size, self._host_pool.size
+            requests = self.misses.latest(MOST_LISTED)
+        return CacheReport(self._name, self.config.block_size, device, host, requests)
 
     def stats(self) -> CacheStats:
         """Take a snapshot of counters and gauges. O(requests and loads)."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any
 
+from ..contract.cache_report import RequestMiss
 from ..contract.messages import BlockHash, CacheLevel
 from ..contract.misses import Miss, MissReason, StoredPrefix
 from ..telemetry.metrics import histogram, part, source
@@ -41,7 +43,10 @@ Segment = tuple[str, int, int]
 """Why consecutive blocks were missed, how many, and the piece that they left in or 0."""
 
 Row = tuple[Any, ...]
-"""The fields of a `Miss`: most are never read."""
+"""Time, tenant and first missing block, then the fields of a `Miss`: most are never read."""
+PLACE = 3
+"""Where the `Miss` begins in a row."""
+NAME_BYTES = 8
 
 
 @source("cache misses")
@@ -59,7 +64,8 @@ class Misses:
         buckets=(1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0),
     )
 
-    def __init__(self, block_size: int, pieces: EvictedPieces, tree: RadixTree) -> None:
+    def __init__(self, block_size: int, pieces: EvictedPieces, tree: RadixTree, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.observe_next_use = lambda seconds: None
         self._block_size = block_size
         self.pieces = pieces
@@ -78,7 +84,19 @@ class Misses:
     def of(self, request_id: str) -> Miss | None:
         """Return the miss of a recent request, also of one that has ended."""
         row = self._young.get(request_id) or self._old.get(request_id)
-        return None if row is None else Miss(MissReason(row[0]), *row[1:])
+        return None if row is None else _miss(row)
+
+    def latest(self, most: int) -> list[RequestMiss]:
+        """List the last `most` requests, the newest last."""
+        kept, now = [*self._old.items(), *self._young.items()], self._clock()
+        tenants: dict[bytes, int] = {b"": 0}
+        listed = []
+        for request_id, row in kept[-most:]:
+            seconds, tenant, block = row[:PLACE]
+            number = tenants.setdefault(tenant, len(tenants))
+            name = blake2b(block, digest_size=NAME_BYTES).hexdigest() if block else ""
+            listed.append(RequestMiss(request_id, now - seconds, number, name, _miss(row)))
+        return listed
 
     def blame_reset(self, reason: MissReason) -> None:
         """Set the reason of blocks that a reset forgot, also before."""
@@ -116,7 +134,8 @@ class Misses:
         self._counts[reason] += num_left  # the tokens behind the last full block too
         if len(self._young) >= MOST_KEPT:
             self._young, self._old = {}, self._young
-        self._young[request.request_id] = row
+        block = request.sequence.hashes[request.num_cached] if request.num_cached < limit else b""
+        self._young[request.request_id] = (self._clock(), request.sequence.session.tenant, block, *row)
 
     def _first(self, request: RequestState, at: int, stored: StoredPrefix) -> Segment:
         """Find out why the block at `at`, the one behind the hits, was missed."""
@@ -184,6 +203,10 @@ class Misses:
 
     def check_none(self) -> None:
         expect(not self._computing, "misses: a request that ended computes a block")
+
+
+def _miss(row: Row) -> Miss:
+    return Miss(MissReason(row[PLACE]), *row[PLACE + 1 :])
 
 
 def _goes_on(piece: int, hashes: Sequence[BlockHash], begin: int, at: int) -> bool:

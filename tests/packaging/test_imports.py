@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "worker": {"attention", *EVERYBODY},
     "storage": {"attention", "scheduler", *EVERYBODY},
     "transfer": {"attention", "worker", *EVERYBODY},
+    "explain": EVERYBODY,
     "fastdeploy_integration": {"scheduler", "attention", "worker", "storage", "transfer", *EVERYBODY},
     "lab": {"scheduler", "attention", "worker", "storage", "transfer", "fastdeploy_integration", *EVERYBODY},
 }

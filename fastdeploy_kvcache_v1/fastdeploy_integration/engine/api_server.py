@@ -10,6 +10,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
+
+from ...contract.cache_report import PATH as REPORT_PATH
 from ...contract.sessions import SessionHint, checked_session_id, session_hint
 from .. import Args, Kwargs, Wrapped
 from ..cache_identity import RETURN, SALT, SESSION, checked_kind
@@ -20,6 +23,7 @@ HEADER = "X-Session-ID"
 
 
 class Route(NamedTuple):
+    method: str
     path: str
     """Below /v1, which FastDeploy's API keys guard."""
     read: Callable[[bytes], Any]
@@ -45,7 +49,14 @@ def _tell_return(cache: PrefixCacheAdapter, told: Any) -> dict[str, Any]:
     return {"known": cache.manager.tell_return(SessionHint(bytes.fromhex(name), bytes.fromhex(tenant), return_in_s))}
 
 
-ROUTES = {"cache_session": Route("/v1/cache/session", _read_session, _tell_return)}
+def _report(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
+    return msgspec.to_builtins(cache.manager.report())  # type: ignore[no-any-return]
+
+
+ROUTES = {
+    "cache_session": Route("POST", "/v1/cache/session", _read_session, _tell_return),
+    "cache_report": Route("GET", REPORT_PATH, lambda body: None, _report),
+}
 """By name of the control request. For a route `NAME`, the patch table adds `_control_NAME` to the engine."""
 
 
@@ -87,11 +98,11 @@ def _add_routes(app: Any) -> None:
     present = {route.path for route in app.routes}
     for name, route in ROUTES.items():
         if route.path not in present:
-            app.add_route(route.path, functools.partial(_serve, name, route), methods=["POST"])
+            app.add_route(route.path, functools.partial(_serve, name, route), methods=[route.method])
 
 
 async def _serve(name: str, route: Route, request: Any) -> Any:
-    """Answer a POST. Raises `RequestValidationError`, of which FastDeploy makes status 400."""
+    """Answer a request. Raises `RequestValidationError`, of which FastDeploy makes status 400."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from fastdeploy.engine.request import ControlRequest

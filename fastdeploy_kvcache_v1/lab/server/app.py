@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -22,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config import MIB
+from ...contract.cache_report import PATH as REPORT_PATH
 from ...errors import InvariantError, KVCacheError
 from ...scheduler.snapshot import MOST_BLOCKS
 from .api_docs import answers, described_app, readable
@@ -198,6 +200,11 @@ def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, met
         """Tell when a session sends its next request. `known` is false for a session that the cache does not know."""
         reader.fields.check(body.unknown)
         return {"known": await _on_engine(engine, lambda core: core.manager.tell_return(body.session))}
+
+    @readable(app, REPORT_PATH)
+    def cache_report() -> Response:
+        """Tell what the latest requests missed, and why; `fastdeploy-kvcache explain` reads it."""
+        return Response(msgspec.json.encode(engine.core.manager.report()), media_type="application/json")
 
     @readable(app, "/health")
     async def health() -> Response:

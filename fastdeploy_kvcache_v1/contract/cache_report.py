@@ -1,0 +1,48 @@
+"""CacheReport: what a server tells `fastdeploy-kvcache explain`. Its metrics have the rest.
+
+A report has no text, token or salt. A salted prompt cannot be recognized without its salt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from .misses import Miss
+
+PATH = "/v1/cache/explain"
+MOST_LISTED = 512
+"""Requests that a report lists at most."""
+
+
+class RequestMiss(msgspec.Struct, frozen=True):
+    """What an admitted request missed."""
+
+    request_id: str
+    age_s: float
+    """Time since the request started."""
+    tenant: int
+    """Number of its salt in this report; 0 without a salt."""
+    first: str
+    """Digest of the first block that was not a hit, the same on other servers; empty if no full block was missed."""
+    miss: Miss
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.miss.at_token + self.miss.num_tokens
+
+
+class CacheReport(msgspec.Struct, frozen=True):
+    server: str
+    """Random name of this cache manager: two servers behind one address have two."""
+    block_size: int
+    device_blocks: int
+    host_blocks: int
+    requests: list[RequestMiss]
+    """The latest ones, the newest last."""
+
+
+def missed(requests: Iterable[RequestMiss]) -> int:
+    """Count the prompt tokens that were not hits."""
+    return sum(request.miss.num_tokens for request in requests)

@@ -1,0 +1,1 @@
+"""`fastdeploy-kvcache explain`: why requests missed the cache, and what to change."""

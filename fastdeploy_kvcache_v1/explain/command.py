@@ -1,0 +1,158 @@
+"""`fastdeploy-kvcache explain`: why requests missed the cache, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ..contract.cache_report import PATH, CacheReport, RequestMiss, missed
+from ..errors import ConfigError
+from ..telemetry.metrics import PREFIX
+from .causes import Cause, Metrics, Seen, causes
+
+HEALTHY, WORTH_ACTING, UNREACHABLE = 0, 1, 2
+
+TIMEOUT_S = 10.0
+ASKED = 8
+"""Times that an address is asked for its servers."""
+
+SHOWN = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://localhost:8188", help="address of a server (%(default)s)")
+    parser.add_argument("--api-key", metavar="KEY", help="as clients send it")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--request", metavar="ID", help="explain this request, by the id in its answer")
+    which.add_argument("--last", action="store_true", help="explain the last request")
+    which.add_argument("--top", type=int, metavar="N", help="list the N requests that missed most tokens")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the answer. Returns 0 for a healthy cache, 1 for a cause worth acting on, 2 without an answer."""
+    try:
+        servers = [_seen(report, args) for report in _reports(args)]
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        reason = getattr(error, "reason", error)
+        print(f"fastdeploy-kvcache explain: no answer from {args.url}: {reason}", file=sys.stderr)
+        return UNREACHABLE
+    _compare(servers)
+    if args.request or args.last or args.top:
+        rows = _chosen([row for seen in servers for row in seen.report.requests], args)
+        print(_json(rows) if args.json else "\n".join(map(_line, rows)))
+        return HEALTHY
+    found = [(seen, causes(seen)) for seen in servers]
+    if args.json:
+        print(_json([_summary(seen) | {"causes": [cause._asdict() for cause in each]} for seen, each in found]))
+    else:
+        for seen, each in found:
+            _print(args.url, seen, each)
+    return WORTH_ACTING if any(each for _, each in found) else HEALTHY
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
+# ---- asking
+
+
+def _get(args: argparse.Namespace, path: str) -> bytes:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    request = urllib.request.Request(args.url.rstrip("/") + path, headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def _reports(args: argparse.Namespace) -> list[CacheReport]:
+    """One report of each server behind the address."""
+    if urllib.parse.urlsplit(args.url).scheme not in ("http", "https"):
+        raise ConfigError(f"--url must begin with http:// or https://, got {args.url!r}")
+    found: dict[str, CacheReport] = {}
+    for _ in range(ASKED):
+        report = msgspec.json.decode(_get(args, PATH), type=CacheReport)
+        found[report.server] = report
+    return list(found.values())
+
+
+def _seen(report: CacheReport, args: argparse.Namespace) -> Seen:
+    return Seen(report, read_metrics(_get(args, "/metrics").decode()))
+
+
+def read_metrics(text: str) -> Metrics:
+    """Read the samples of this package from Prometheus' text format."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                found[sample.name.removeprefix(PREFIX)].append((sample.labels, sample.value))
+    return found
+
+
+def _compare(servers: Sequence[Seen]) -> None:
+    for seen in servers:
+        others = (row.first for other in servers if other is not seen for row in other.report.requests if row.first)
+        seen.computed_elsewhere = frozenset(others)
+
+
+# ---- telling
+
+
+def _chosen(rows: Sequence[RequestMiss], args: argparse.Namespace) -> list[RequestMiss]:
+    if args.top:
+        return sorted(rows, key=lambda row: -row.miss.num_tokens)[: args.top]
+    newest = sorted(rows, key=lambda row: row.age_s)
+    if args.last:
+        return newest[:1]
+    chosen = [row for row in newest if row.request_id == args.request or row.request_id.startswith(f"{args.request}_")]
+    if not chosen:
+        raise ConfigError(f"{args.request} is not among the latest requests of this server")
+    return chosen
+
+
+def _line(row: RequestMiss) -> str:
+    miss = row.miss
+    line = f"{row.request_id}: {miss.at_token} of {row.prompt_tokens} prompt tokens were hits. "
+    line += f"Token {miss.at_token} was missed: {miss.reason.value}."
+    if miss.tier_last_held is None or miss.evicted_s_ago is None:
+        return line
+    line += f" The {miss.tier_last_held.value} tier evicted its block {miss.evicted_s_ago:.0f} s before;"
+    return f"{line} {miss.blocks_short} blocks more would have kept it."
+
+
+def _summary(seen: Seen) -> dict[str, object]:
+    shares = {reason: seen.share(rows) for reason, rows in seen.by_reason.items()}
+    return {
+        "server": seen.report.server,
+        "requests": len(seen.report.requests),
+        "prompt_tokens": seen.prompt_tokens,
+        "hit_share": 1 - missed(seen.report.requests) / seen.prompt_tokens if seen.prompt_tokens else 0.0,
+        "missed_share": dict(sorted(shares.items(), key=lambda item: -item[1])),
+    }
+
+
+def _print(url: str, seen: Seen, found: Sequence[Cause]) -> None:
+    rows = seen.report.requests
+    if not rows:
+        print(f"{url}: no request has read the cache yet")
+        return
+    hits = seen.prompt_tokens - missed(rows)
+    print(f"{url} (server {seen.report.server}), last {len(rows)} requests:")
+    print(f"  {hits / seen.prompt_tokens:.1%} of {seen.prompt_tokens:,} prompt tokens were hits\n")
+    print("What costs most hits:" if found else "Nothing here is worth acting on.")
+    for number, cause in enumerate(found[:SHOWN], 1):
+        print(f"  {number}. {cause.share:6.1%}  {cause.name}: {cause.says}\n     {'':7} Do: {cause.do}")
+    print("\nMissed prompt tokens, by the reason of the first:")
+    for reason, of in sorted(seen.by_reason.items(), key=lambda item: -missed(item[1])):
+        print(f"  {seen.share(of):6.1%}  {reason} ({len(of)} requests)")
