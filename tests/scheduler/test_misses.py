@@ -14,6 +14,7 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import BlockHash, CacheLevel
 from fastdeploy_kvcache_v1.contract.misses import Miss, MissReason
+from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.lab.replay.driver import Replay, ReplayedRequest, ReplayOptions
 from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
 from fastdeploy_kvcache_v1.lab.traffic import KINDS, Source
@@ -47,6 +48,12 @@ SCENARIOS = {
     ),
     "the rest of a piece is found when another prompt has computed its beginning": (
         "8+0: run abcdef; run 12345678; run abc short; run abcdef again; missed again evicted_device 3 4 device; idle"
+    ),
+    "a prompt that ends before a piece does may have left it": (
+        "8+0: run abcdef; run 12345678; run abc short; run abcx other; missed other never_seen 3 2; idle"
+    ),
+    "a block on its way to the host is in flight": (
+        "4+8: run abcd; push 2; start abcd two 2+0; step; missed two in_flight 2 3; commit two 4; finish two; idle"
     ),
     "another request computes the block": (
         "12+0: start abcd one; step; start abcxy two; step; missed two in_flight 0 6;"
@@ -209,6 +216,14 @@ def test_the_table_takes_at_most_24_bytes_for_each_block_of_the_cache(num_blocks
     assert most <= 24 * num_blocks, most / num_blocks
 
 
+def test_a_token_without_a_reason_breaks_a_law() -> None:
+    cache = manager(8)
+    run(cache, "abc!")
+    cache.misses.tokens.never_seen -= 1
+    with pytest.raises(InvariantError, match="misses: 4 tokens were missed, 3 have a reason"):
+        cache.check()
+
+
 def test_another_tenants_prefix_was_never_seen() -> None:
     cache = manager(8)
     for name, salt in (("one", b"a"), ("two", b"b"), ("three", b"a")):
@@ -228,7 +243,7 @@ def test_right_after_a_large_reset_runs_not_swept_yet_have_a_reason() -> None:
     for number in range(1500):
         run(cache, chr(1000 + number) + "ab!", str(number))
     cache.reset_cache()
-    for number in (1499, 700, 0):
+    for number in (0, 700, 1499):
         run(cache, chr(1000 + number) + "ab!", f"again {number}")
         miss = cache.miss(f"again {number}")
         assert miss == Miss(MissReason.RESET, 0, 4)
