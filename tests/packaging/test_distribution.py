@@ -331,7 +331,7 @@ def test_without_extras_no_package_of_one_is_there(installed, required):
         "print(*sorted(name for name in DEPENDENCIES if importlib.util.find_spec(name)))"
     )
     found = run(installed.python, "-c", code, env={**os.environ, "PYTHONPATH": str(required)}).split()
-    assert set(found) - {"tomli"} == {"msgspec", "numpy", "psutil", "pyroaring", "tqdm", "wrapt"}
+    assert set(found) - {"tomli"} == {"msgspec", "numpy", "prometheus_client", "psutil", "pyroaring", "tqdm", "wrapt"}
 
 
 def test_the_command_is_installed(installed):
