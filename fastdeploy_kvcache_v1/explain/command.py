@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -24,6 +25,7 @@ ASKED = 8
 """Times that an address is asked for its servers."""
 
 SHOWN = 5
+WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +154,14 @@ def _print(url: str, seen: Seen, found: Sequence[Cause]) -> None:
     print(f"  {hits / seen.prompt_tokens:.1%} of {seen.prompt_tokens:,} prompt tokens were hits\n")
     print("What costs most hits:" if found else "Nothing here is worth acting on.")
     for number, cause in enumerate(found[:SHOWN], 1):
-        print(f"  {number}. {cause.share:6.1%}  {cause.name}: {cause.says}\n     {'':7} Do: {cause.do}")
+        head = f"  {number}. {cause.share:6.1%}  "
+        print(_filled(head, f"{cause.name}: {cause.says}"))
+        print(_filled(" " * len(head), f"Do: {cause.do}"))
     print("\nMissed prompt tokens, by the reason of the first:")
     for reason, of in sorted(seen.by_reason.items(), key=lambda item: -missed(item[1])):
         print(f"  {seen.share(of):6.1%}  {reason} ({len(of)} requests)")
+
+
+def _filled(head: str, text: str) -> str:
+    lines = textwrap.wrap(text, WIDTH - len(head), break_on_hyphens=False, break_long_words=False)
+    return head + f"\n{' ' * len(head)}".join(lines)

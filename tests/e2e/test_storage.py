@@ -147,6 +147,21 @@ def test_faults_cost_hits_and_no_token(tmp_path):
         end(server)
 
 
+def test_explain_names_a_store_that_fails(tmp_path, capsys):
+    store = tmp_path / "kv"
+    words, variables = STORES["attention_store"](store)
+    with started(tmp_path / "server", *words, environment=variables) as server:
+        set_faults(store, match={"error": "no route to host"})
+        for number in range(4):
+            ask(server, prompt(number))
+        wait_until(lambda: server.metrics()["storage_is_left_alone"] == 1, "a store that is left alone")
+        assert cli.main(["explain", "--url", server.url]) == 1
+        text = " ".join(capsys.readouterr().out.split())
+        assert "1. 0.0% store_down: The store is left alone after repeated failures" in text
+        assert "Do: Check that the store runs" in text
+        end(server)
+
+
 def test_a_wrong_bit_in_a_stored_value_changes_the_answer(tmp_path):
     """In the vendor's store, which has no digest of ours. A file's digest refuses such a value: a miss, no wrong token
     (`tests/storage/test_seal.py`).
