@@ -20,6 +20,7 @@ os.environ.update(PROMETHEUS_MULTIPROC_DIR=DIRECTORY, TMPDIR=DIRECTORY)
 from prometheus_client import REGISTRY, Gauge, Histogram, values  # noqa: E402
 
 from fastdeploy_kvcache_v1 import forks  # noqa: E402
+from fastdeploy_kvcache_v1.config import KVCacheConfig  # noqa: E402
 from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyResult, WorkerReport  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports  # noqa: E402
@@ -29,6 +30,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter  # noqa: E402
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.token_channel import TokenReceiver  # noqa: E402
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager  # noqa: E402
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters  # noqa: E402
 from tests.forked import ended_well, start  # noqa: E402
 
@@ -51,7 +53,8 @@ def repeat(work):
 def start_load() -> Overlay:
     """Threads for ever."""
     names = [name for name in CacheStats.__dataclass_fields__ if name != "counters"]
-    manager = SimpleNamespace(stats=lambda: CacheStats(counters=Counters(), **dict.fromkeys(names, 1)))
+    misses = CacheManager(KVCacheConfig(4)).misses
+    manager = SimpleNamespace(stats=lambda: CacheStats(counters=Counters(), **dict.fromkeys(names, 1)), misses=misses)
     overlay = Overlay(table_for("2.6"), Path(DIRECTORY))
     publisher = CacheMetricsPublisher(SimpleNamespace(manager=manager, uncached=Uncached()), overlay)
     publisher.reports = CopyReports(socket_path(1))

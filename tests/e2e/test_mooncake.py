@@ -62,12 +62,21 @@ def shared(one, two, prompts):
 
 
 def stored_by(server, tokens):
-    """The answer of `server`, which has stored the whole prompt by then."""
-    name = "storage_blocks_total{direction=store}"
-    before = server.metrics()[name]
+    """The answer of `server`, and whether the whole prompt is stored: after failures it leaves the store alone."""
+    before = server.metrics()
     answer, _ = ask(server, tokens)
-    wait_until(lambda: server.metrics()[name] - before >= CACHED // 16, "stored blocks")
-    return answer
+
+    def grown(name):
+        return server.metrics()[name] - before[name]
+
+    def num_stored():
+        return grown("storage_blocks_total{direction=store}")
+
+    def has_failed():
+        return grown("storage_failures_total{direction=store}") or grown("storage_skipped_store_blocks_total")
+
+    wait_until(lambda: num_stored() >= CACHED // 16 or has_failed(), "stored blocks, or a failure")
+    return answer, num_stored() >= CACHED // 16
 
 
 def test_a_failing_master_costs_hits_and_no_token(start, master):
@@ -109,7 +118,10 @@ def test_a_failing_master_costs_hits_and_no_token(start, master):
 def met_while_asked(one, two, peer, fault, prompts):
     """Whether `two`, asked what `one` has stored, met the fault. It may load nothing just after other failures."""
     tokens = next(prompts)
-    known, met = stored_by(one, tokens), peer.faults_met
+    known, is_stored = stored_by(one, tokens)
+    if not is_stored:
+        return False
+    met = peer.faults_met
     peer.set_fault(fault)
     assert ask(two, tokens)[0] == known, fault
     is_met = peer.faults_met > met
