@@ -20,6 +20,9 @@ from .causes import Cause, Metrics, Seen, causes
 
 HEALTHY, WORTH_ACTING, UNREACHABLE = 0, 1, 2
 
+HINTS = {401: "it asks for a key: --api-key KEY", 404: "it runs without this cache manager"}
+"""By HTTP status."""
+
 TIMEOUT_S = 10.0
 ASKED = 8
 """Times that an address is asked for its servers."""
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         servers = [_seen(report, args) for report in _reports(args)]
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        reason = getattr(error, "reason", error)
+        reason = HINTS.get(getattr(error, "code", 0), getattr(error, "reason", error))
         print(f"fastdeploy-kvcache explain: no answer from {args.url}: {reason}", file=sys.stderr)
         return UNREACHABLE
     _compare(servers)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import http.server
 import json
+import re
+import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.explain import command
@@ -63,7 +67,11 @@ def visit(server, visitors=4, rounds=3, **fields):
 def test_cache_that_hits_has_no_cause(explain):
     with running(KVCacheConfig(200, 50, block_size=4)) as server:
         visit(server, rounds=8)
-        assert first_cause(explain(server)) is None
+        explained = explain(server)
+        assert first_cause(explained) is None
+        assert "\nNothing here is worth acting on.\n" in explained.text
+        assert f"{URL} (server " in explained.text
+        assert re.search(r"last 32 requests:\n  [78]\d\.\d% of [\d,]+ prompt tokens were hits\n", explained.text)
 
 
 def test_server_without_requests_says_so(explain):
@@ -77,6 +85,7 @@ def test_host_tier_that_is_too_small_is_named_with_what_it_lacks(explain, num_ho
         visit(server)
         explained = explain(server)
         assert first_cause(explained) == "host_too_small"
+        assert "\nWhat costs most hits:\n  1. " in explained.text
         assert "Raise --swap-space: " in explained.text
         assert ("There is no host tier" in explained.text) is not num_host_blocks
 
@@ -158,6 +167,63 @@ def test_request_is_explained_by_its_id_by_rank_and_as_the_last(explain):
             assert text.endswith("was missed: partial_block.\n")
         both = explain(server, top=5, json=True)
         assert [row["request_id"].startswith(name) for row in json.loads(both.text)] == [False, True]
+
+
+def test_json_has_the_causes_and_the_shares_of_all_reasons_largest_first(explain):
+    with running(KVCacheConfig(40, block_size=4)) as server:
+        visit(server)
+        explained = explain(server, json=True)
+    (told,) = json.loads(explained.text)
+    assert explained.status == 1
+    assert told["requests"] == 12
+    assert [cause["name"] for cause in told["causes"]] == ["host_too_small"]
+    shares = list(told["missed_share"].values())
+    assert told["hit_share"] + sum(shares) == pytest.approx(1)
+    assert len(shares) > 1
+    assert shares == sorted(shares, reverse=True)
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """What the embedded server answers, with an API key as FastDeploy asks for one."""
+
+    client = None
+
+    def do_GET(self):
+        answer = self.client.get(self.path)
+        self.send_response(answer.status_code if self.headers["Authorization"] == "Bearer secret" else 401)
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    def log_message(self, *words):
+        """Prints nothing."""
+
+
+def test_command_asks_over_http_with_the_key(capsys, monkeypatch):
+    with running(KVCacheConfig(20, block_size=64)) as server:
+        for _ in range(6):
+            complete(server, "hi")
+        monkeypatch.setattr(Answers, "client", server.client)
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as served:
+            threading.Thread(target=served.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{served.server_port}"
+            assert cli.main(["explain", "--url", f"{url}/", "--api-key", "secret"]) == 1
+            assert "1. 100.0%  short_prompts: " in capsys.readouterr().out
+            assert cli.main(["explain", "--url", url]) == 2
+            assert capsys.readouterr().err.endswith(": it asks for a key: --api-key KEY\n")
+            served.shutdown()
+
+
+def test_command_asks_the_default_port_of_both_servers():
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert vars(parser.parse_args([])) == {
+        "url": "http://localhost:8188",
+        "api_key": None,
+        "request": None,
+        "last": False,
+        "top": None,
+        "json": False,
+    }
 
 
 def test_unknown_request_is_refused_in_one_line(explain):
