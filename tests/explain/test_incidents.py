@@ -87,6 +87,7 @@ def test_host_tier_that_is_too_small_is_named_with_what_it_lacks(explain, num_ho
         assert first_cause(explained) == "host_too_small"
         assert "\nWhat costs most hits:\n  1. " in explained.text
         assert "Raise --swap-space: " in explained.text
+        assert "evicted 0 s before (median)" in " ".join(explained.text.split())
         assert ("There is no host tier" in explained.text) is not num_host_blocks
 
 
