@@ -85,35 +85,32 @@ def other_server(seen: Seen) -> Cause | None:
         "requests missed here what it has.",
         "Send all requests of a session to one server (by a hash of session_id), or share blocks by "
         "--kvcache-storage-backend.",
-        is_fault=True,
     )
 
 
 def store_down(seen: Seen) -> Cause | None:
     failures = seen.value("storage_failures_total") + seen.value("storage_query_failures_total")
-    if not seen.value("storage_is_left_alone") and not failures:
+    if not seen.value("storage_is_left_alone"):
         return None
     rows = seen.rows("store_late", "store_absent", "evicted_storage")
-    state = "is left alone after repeated failures" if seen.value("storage_is_left_alone") else "fails"
     return Cause(
         "store_down",
         seen.share(rows),
-        f"The store {state}: {failures:.0f} failed requests to it.",
+        f"The store is left alone after repeated failures: {failures:.0f} failed requests to it.",
         "Check that the store runs and can be reached; it is used again by itself. The log has its errors.",
-        is_fault=bool(seen.value("storage_is_left_alone")),
+        is_fault=True,
     )
 
 
 def store_damaged(seen: Seen) -> Cause | None:
     blocks, rows = seen.value("storage_damaged_blocks_total"), seen.rows("store_damaged")
-    if not blocks and not rows:
+    if not rows:
         return None
     return Cause(
         "store_damaged",
         seen.share(rows),
         f"{blocks:.0f} stored blocks had a wrong checksum and were not used.",
         "Check the disk or network of the store; `fastdeploy-kvcache storage verify DIR` reads all of a directory.",
-        is_fault=True,
     )
 
 
@@ -132,21 +129,21 @@ def store_late(seen: Seen) -> Cause | None:
 def copy_path_refused(seen: Seen) -> Cause | None:
     unused = [labels for labels, value in seen.metrics.get("copy_path", ()) if not value and labels.get("reason")]
     rows = seen.rows("copy_failed")
-    failures = seen.value("transfer_failures_total")
-    if not unused and not rows and not failures:
+    if not unused and not rows:
         return None
     says = []
     if unused:
         paths = sorted({f"{each['path']} ({each['reason']})" for each in unused})
         says.append(f"Copies between device and host do not use {', '.join(paths)}.")
-    if failures or rows:
-        says.append(f"{failures:.0f} copies failed; {len(rows)} requests missed their blocks.")
+    if rows:
+        failures = seen.value("transfer_failures_total")
+        says.append(f"{failures:.0f} copies failed since the start; {len(rows)} requests missed their blocks.")
     return Cause(
         "copy_path_refused",
         seen.share(rows),
         " ".join(says),
         "Run `fastdeploy-kvcache doctor` on this machine: it says what the driver refuses.",
-        is_fault=True,
+        is_fault=bool(unused),
     )
 
 

@@ -144,6 +144,26 @@ def test_two_servers_behind_one_address_are_named(explain):
         assert first_cause(explain(servers[0])) != "other_server"
 
 
+def test_failures_of_long_ago_are_no_cause(explain, monkeypatch):
+    with running(KVCacheConfig(200, 50, block_size=4)) as server:
+        visit(server, rounds=8)
+        old = {name: [({}, 3.0)] for name in ("transfer_failures_total", "storage_damaged_blocks_total")}
+        old |= {f"storage_{name}_total": [({}, 3.0)] for name in ("failures", "query_failures")}
+        monkeypatch.setattr(command, "read_metrics", lambda text: old)
+        assert first_cause(explain(server)) is None
+
+
+def test_prompt_that_two_servers_had_to_compute_once_is_no_cause(explain):
+    with ExitStack() as stack:
+        servers = [stack.enter_context(running(KVCacheConfig(400, block_size=4))) for _ in range(2)]
+        for number, server in enumerate(servers):
+            complete(server, INSTRUCTIONS)
+            for visitor in range(4):
+                for _ in range(12):
+                    complete(server, f"{number} {visitor} {INSTRUCTIONS}")
+        assert first_cause(explain(*servers)) is None
+
+
 def test_reset_is_named(explain):
     with running(KVCacheConfig(200, block_size=4)) as server:
         visit(server, rounds=1)
