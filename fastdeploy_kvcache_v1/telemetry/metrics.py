@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -143,6 +144,20 @@ def source(title: str, *added: str) -> Callable[[type[T]], type[T]]:
 def source_of(exported: object) -> Source:
     """Return the source of an object whose class, or a base class, is a `source`."""
     found: Source = exported.metrics  # type: ignore[attr-defined]
+    return found
+
+
+def samples_of(parts: Iterable[tuple[object, tuple[str, ...]]]) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Return labels and numbers by name, as `/metrics` shows them without `PREFIX` and histograms.
+
+    `parts`: exported objects, each with the values of the labels that the server adds.
+    """
+    found: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+    for part, added in parts:
+        for metric in source_of(part).numbers:
+            name = f"{metric.name}_total" if metric.kind is Kind.COUNTER else metric.name
+            for labels, value in metric.samples(part):
+                found[name].append((dict(zip(metric.label_names, (*labels, *added), strict=True)), value))
     return found
 
 

@@ -31,6 +31,7 @@ PACKAGE = "fastdeploy_kvcache_v1"
 PARTS = (PACKAGE, "custom_ops", "patches", f"{PACKAGE}.pth", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 COPIES = f"{PACKAGE}/worker/ops/_copy_rows.so"
 KERNEL = f"{PACKAGE}/worker/cuda/copy_rows.ptx"
+PAGE = f"{PACKAGE}/page/page.html"
 OURS = "\nimport sys; print(sorted(name for name in sys.modules if name.startswith('fastdeploy_kvcache_v1')))"
 
 
@@ -114,7 +115,7 @@ def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
     assert len(tables) == 3 * len(known_releases()), (
         "each release has a table for the overlay, one for the CPU worker, and digests of bodies"
     )
-    assert names - {COPIES} == modules | tables | texts | {KERNEL, f"{PACKAGE}/py.typed", f"{PACKAGE}.pth"}
+    assert names - {COPIES} == modules | tables | texts | {KERNEL, PAGE, f"{PACKAGE}/py.typed", f"{PACKAGE}.pth"}
 
 
 def test_the_sdist_builds_the_copies_in_c(wheel):

@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "storage": {"attention", "scheduler", *EVERYBODY},
     "transfer": {"attention", "worker", *EVERYBODY},
     "explain": EVERYBODY,
-    "fastdeploy_integration": {"scheduler", "attention", "worker", "storage", "transfer", *EVERYBODY},
-    "lab": {"scheduler", "attention", "worker", "storage", "transfer", "fastdeploy_integration", *EVERYBODY},
+    "page": {"explain", *EVERYBODY},
+    "fastdeploy_integration": {"scheduler", "attention", "worker", "storage", "transfer", "page", *EVERYBODY},
+    "lab": {"scheduler", "attention", "worker", "storage", "transfer", "page", "fastdeploy_integration", *EVERYBODY},
 }
 """Folder -> folders it may import from, besides itself and the shared modules. Production imports nothing of `lab`."""
 
@@ -43,7 +44,7 @@ INSIDE = {
     "storage/attention_store": {"attention", "scheduler", "storage/engine"},
     "storage/mooncake": set(),
     "fastdeploy_integration/overlay": set(),
-    "fastdeploy_integration/engine": {"scheduler", "storage", "fastdeploy_integration/overlay"},
+    "fastdeploy_integration/engine": {"scheduler", "storage", "page", "fastdeploy_integration/overlay"},
     "fastdeploy_integration/disaggregation": {
         "storage",
         "transfer",
@@ -63,9 +64,9 @@ INSIDE = {
         "lab/server",
     },
     "lab/server/worker": {"attention", "worker", "storage", "transfer", "lab/model", "lab/server"},
-    "lab/server": {"attention", "scheduler", "worker", "storage", "transfer", "lab/model", "lab/hub"},
+    "lab/server": {"attention", "scheduler", "worker", "storage", "transfer", "page", "lab/model", "lab/hub"},
     "lab/router": {"transfer", "lab/server"},
-    "lab/demo": {"lab/server"},
+    "lab/demo": {"page", "lab/server"},
     "lab/fastdeploy_cpu": {"attention", "worker", "fastdeploy_integration", "lab/model"},
 }
 """Folders inside a folder with stricter rules: these, themselves, the folders for everybody, and plain modules of the

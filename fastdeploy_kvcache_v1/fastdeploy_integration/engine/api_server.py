@@ -6,6 +6,7 @@ Processes of the API server check what clients send, and pass it to the engine a
 from __future__ import annotations
 
 import functools
+import logging
 import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,12 +15,17 @@ import msgspec
 
 from ...contract.cache_report import PATH as REPORT_PATH
 from ...contract.sessions import SessionHint, checked_session_id, session_hint
+from ...page.state import HEADERS, PAGE_PATH, STATE_PATH, document, state
 from .. import Args, Kwargs, Wrapped
 from ..cache_identity import RETURN, SALT, SESSION, checked_kind
 from .adapter import PrefixCacheAdapter
-from .patches import own_cache
+from .patches import EnginePrefixCache, own_cache
 
 HEADER = "X-Session-ID"
+REQUEST = "control-kvcache-"
+"""Beginning of the ids of our control requests."""
+MOST_LOGGED = 300
+"""Characters of a line in FastDeploy's log that names such an id."""
 
 
 class Route(NamedTuple):
@@ -53,9 +59,16 @@ def _report(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
     return msgspec.to_builtins(cache.manager.report())  # type: ignore[no-any-return]
 
 
+def _state(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
+    assert isinstance(cache, EnginePrefixCache)
+    stored = () if cache.storage is None else cache.storage.tier.known
+    return state(cache.manager.report(), cache.publisher.parts(), cache.manager.snapshot(stored=stored))
+
+
 ROUTES = {
     "cache_session": Route("POST", "/v1/cache/session", _read_session, _tell_return),
     "cache_report": Route("GET", REPORT_PATH, lambda body: None, _report),
+    "cache_state": Route("GET", STATE_PATH, lambda body: None, _state),
 }
 """By name of the control request. For a route `NAME`, the patch table adds `_control_NAME` to the engine."""
 
@@ -66,8 +79,21 @@ def add_control_methods(service: Any) -> None:
         setattr(service, f"_control_{name}", _control_method(route))
 
 
+class Shortened(logging.Filter):
+    """Shortens the lines in which FastDeploy logs answers: an open page asks every other second."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, str) and len(record.msg) > MOST_LOGGED and REQUEST in record.msg:
+            record.msg = f"{record.msg[:MOST_LOGGED]}..."
+        return True
+
+
+SHORTENED = Shortened()
+
+
 def _control_method(route: Route) -> Callable[[Any, Any], dict[str, Any]]:
     def answer(service: Any, control_request: Any) -> dict[str, Any]:
+        service.llm_logger.addFilter(SHORTENED)
         cache = own_cache(service, PrefixCacheAdapter)
         assert cache is not None, "FastDeploy uses another cache manager"
         return route.answer(cache, control_request.get_args()["given"])
@@ -99,6 +125,15 @@ def _add_routes(app: Any) -> None:
     for name, route in ROUTES.items():
         if route.path not in present:
             app.add_route(route.path, functools.partial(_serve, name, route), methods=[route.method])
+    if PAGE_PATH not in present:
+        app.add_route(PAGE_PATH, _page)
+
+
+async def _page(request: Any) -> Any:
+    """Answer without asking the engine. No key guards this path, and the page has no data."""
+    from fastapi.responses import HTMLResponse
+
+    return HTMLResponse(document(), headers=HEADERS)
 
 
 async def _serve(name: str, route: Route, request: Any) -> Any:
@@ -106,13 +141,15 @@ async def _serve(name: str, route: Route, request: Any) -> Any:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from fastdeploy.engine.request import ControlRequest
+    from fastdeploy.utils import api_server_logger
     from pydantic import ValidationError
 
+    api_server_logger.addFilter(SHORTENED)
     try:
         given = route.read(await request.body())
     except ValidationError as error:
         raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
-    client, request_id = request.app.state.engine_client, f"control-{uuid.uuid4()}"
+    client, request_id = request.app.state.engine_client, f"{REQUEST}{uuid.uuid4()}"
     try:
         response = await client.run_control_method(ControlRequest(request_id, name, {"given": given}))
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -86,8 +87,8 @@ class CacheMetricsPublisher:
     def __init__(self, adapter: PrefixCacheAdapter, overlay: Overlay) -> None:
         self._adapter = adapter
         self._parts: list[tuple[object, tuple[str, ...]]] = []
-        self._counted: dict[Metric, float] = {}
-        self._counted_copies: defaultdict[str, dict[Metric, float]] = defaultdict(dict)
+        self._counted: defaultdict[str, dict[Metric, float]] = defaultdict(dict)
+        """By worker process, for one that took over a rank counts from 0 again."""
         self.reports: CopyReports | None = None
         """What worker processes say; None until there is a way back from them."""
         self._next = 0.0
@@ -112,13 +113,20 @@ class CacheMetricsPublisher:
             self._next = time.monotonic() + PUBLISH_EVERY_S
             self._publish()
 
+    def parts(self) -> Iterator[tuple[object, tuple[str, ...]]]:
+        """Exported objects as in `add`, those of workers too."""
+        return ((part, added) for part, added, _ in self._of_processes())
+
     def _publish(self) -> None:
-        for part, added in [(self._adapter.manager.stats(), ()), *self._parts]:
-            exported(source_of(part)).publish(part, added, self._counted)
-        if self.reports is None:
-            return
-        exported(source_of(self.reports)).publish(self.reports, (), self._counted)
-        for report in self.reports.latest():
-            if (copies := report.news.copies) is not None:
-                counted = self._counted_copies[report.worker]  # a process that took over a rank counts from 0 again
-                exported(source_of(copies)).publish(copies, (str(report.rank),), counted)
+        for part, added, process in self._of_processes():
+            exported(source_of(part)).publish(part, added, self._counted[process])
+
+    def _of_processes(self) -> Iterator[tuple[object, tuple[str, ...], str]]:
+        """Yield exported objects with added labels and the worker process, which is empty for the engine."""
+        for part, added in ((self._adapter.manager.stats(), ()), *self._parts):
+            yield part, added, ""
+        if self.reports is not None:
+            yield self.reports, (), ""
+            for report in self.reports.latest():
+                if report.news.copies is not None:
+                    yield report.news.copies, (str(report.rank),), report.worker

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 
+from ...page.state import STATE_PATH
 from ...telemetry.drawing import Cell
 from ...telemetry.metrics import PREFIX
 from ..server.client import Answer
@@ -30,9 +31,9 @@ class Seen:
     sources: tuple[int, int, int, int]
     """Prompt tokens that were computed, and that came from the device, the host and the disk."""
     times: Mapping[str, float]
-    """Seconds by the names of `/debug/requests`; empty where a server has no such page."""
+    """Seconds by name; empty where a server does not tell them."""
     tiers: Mapping[str, list[Cell]]
-    """Cells by tier, a free one for each free slot; empty where a server has no `/debug/cache`."""
+    """Cells by tier, a free one for each free slot."""
 
 
 class Observer:
@@ -58,10 +59,9 @@ class Observer:
         disk = min(new["loaded_blocks"] * BLOCK_SIZE, new["host_hit_tokens"])
         host = new["host_hit_tokens"] - disk
         sources = (answer.prompt_tokens - answer.cached_tokens, answer.cached_tokens - host - disk, host, disk)
-        requests = self._get("/debug/requests?limit=1").get("requests") or [{}]
-        times = {name: value for name, value in requests[0].items() if name.endswith("_s")}
-        cache = self._get("/debug/cache?blocks=2048")
-        return Seen(answer, sources, times, self._cells(cache, kind, sources) if cache else {})
+        state = self._get(STATE_PATH)
+        times = {name: value for each in state["times"][:1] for name, value in each.items() if name.endswith("_s")}
+        return Seen(answer, sources, times, self._cells(state["cache"], kind, sources))
 
     def _get(self, path: str) -> dict[str, Any]:
         """Empty where a server has no such page."""

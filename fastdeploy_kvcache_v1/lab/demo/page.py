@@ -137,31 +137,26 @@ def _sources(results: Results, width: float) -> Figure:
 
 
 def _requests(setups: Sequence[Setup], results: Results) -> Iterable[str]:
-    has_map = any(each.tiers for seen in results.values() for each in seen)
     yield '<h2>Request by request</h2><div class="grid" style="margin-top:16px">'
-    yield f'<div class="card"><h3>How to read this</h3>{"".join(_explained(results, has_map=has_map))}</div>'
+    yield f'<div class="card"><h3>How to read this</h3>{"".join(_explained(results))}</div>'
     most = max(each.answer.first_token_s for seen in results.values() for each in seen)
     for setup in setups:
         seen = results[setup.name]
         yield f'<div class="card"><h3>{escape(setup.name)}</h3>{_p(setup.explanation)}<h4>Time to the first token</h4>'
         yield _time_lines(seen, most).svg(f"Time to the first token of each request, {setup.name}")
-        if has_map:
-            drawn = _map(seen, WIDTH, _per_row(results))
-            words = f"Blocks in each tier after each request, {setup.name}"
-            yield "<h4>Blocks after each request</h4>" + (drawn.svg(words) if drawn else _p("No block is kept."))
+        drawn = _map(seen, WIDTH, _per_row(results))
+        words = f"Blocks in each tier after each request, {setup.name}"
+        yield "<h4>Blocks after each request</h4>" + (drawn.svg(words) if drawn else _p("No block is kept."))
         yield "</div>"
     yield "</div>"
 
 
-def _explained(results: Results, *, has_map: bool) -> Iterable[str]:
+def _explained(results: Results) -> Iterable[str]:
     yield _p("A bar is the time from sending a request to its first token. All bars have one scale.")
     if any(each.times for seen in results.values() for each in seen):
         yield legend((Cell(kind), words) for kind, words in TIME_WORDS.items())
     else:
         yield _p("This server does not report where the time of a single request went, so the bars have one part.")
-    if not has_map:
-        yield _p("This server has no /debug/cache, so there is no map of its blocks.")
-        return
     yield _p(
         f"A square is one block of {BLOCK_SIZE} tokens, in one slot of a tier. A column shows the tiers after one "
         "request. A square that changes its colour was evicted. The percentage is the share of the prompt found."

@@ -10,13 +10,12 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -25,15 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...config import MIB
 from ...contract.cache_report import PATH as REPORT_PATH
 from ...errors import InvariantError, KVCacheError
-from ...scheduler.snapshot import MOST_BLOCKS
+from ...page.state import HEADERS, PAGE_PATH, SHOWN, STATE_PATH, document, state
 from .api_docs import answers, described_app, readable
 from .api_error import ApiError, describe_validation, error_body
 from .disaggregation.settings import Role
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
 from .engine.generation import Delta, Failure
-from .engine.request_times import MOST_KEPT
-from .metrics import Metrics
+from .metrics import Metrics, parts
 from .prefill_job import PREFILL_HEADER, PROOF_HEADER, proves
 from .request_fields import SessionBody
 from .requests import Reading, RequestReader, check_model
@@ -233,17 +231,18 @@ def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, met
             return JSONResponse({"ok": False, "error": str(error)}, 500)
         return JSONResponse({"ok": True, **report})
 
-    @readable(app, "/debug/cache")
-    def debug_cache(blocks: Annotated[int, Query(ge=0, le=MOST_BLOCKS)] = 1024) -> dict[str, Any]:
-        """Show which blocks are in which tier: at most `blocks` of them, without texts, tokens and hashes."""
-        storage = engine.core.storage
-        return asdict(engine.core.manager.snapshot(blocks, stored=() if storage is None else storage.known))
+    @readable(app, PAGE_PATH, include_in_schema=False)
+    async def cache_page() -> Response:
+        return HTMLResponse(document(), headers=HEADERS)
 
-    @readable(app, "/debug/requests")
-    async def debug_requests(limit: Annotated[int, Query(ge=0, le=MOST_KEPT)] = 32) -> dict[str, Any]:
-        """Show the times of open requests and of the last ones that ended, in seconds."""
-        reports = await _on_engine(engine, lambda core: core.requests(limit))
-        return {"requests": [report._asdict() for report in reports]}
+    @readable(app, STATE_PATH)
+    async def cache_state() -> Response:
+        """Tell what /debug/cache shows: requests, causes of misses, blocks and metrics, without texts and tokens."""
+        core = engine.core
+        times = await _on_engine(engine, lambda core: core.requests(SHOWN))
+        snapshot = core.manager.snapshot(stored=() if core.storage is None else core.storage.known)
+        shown = state(core.manager.report(), parts(core), snapshot, times)
+        return Response(msgspec.json.encode(shown), media_type="application/json")
 
 
 async def _on_engine(engine: Engine, action: Callable[[EngineCore], T]) -> T:

@@ -23,7 +23,7 @@ class Metrics:
         """`core` and its parts report their latencies from now on."""
         self._registry = CollectorRegistry()
         self._registry.register(_ServerCollector(core, fields))
-        for part, _ in _parts(core):
+        for part, _ in parts(core):
             for each in source_of(part).histograms:
                 shown = Histogram(
                     each.full_name, each.help, each.label_names, buckets=each.buckets, registry=self._registry
@@ -41,7 +41,7 @@ class _ServerCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         families: dict[str, Family] = {}
-        for part, added in ((self._fields, ()), *_parts(self._core)):
+        for part, added in ((self._fields, ()), *parts(self._core)):
             for metric in source_of(part).numbers:
                 family = families.setdefault(metric.name, _family(metric))
                 for labels, value in metric.samples(part):
@@ -49,7 +49,7 @@ class _ServerCollector(Collector):
         yield from families.values()
 
 
-def _parts(core: EngineCore) -> Iterator[tuple[object, tuple[str, ...]]]:
+def parts(core: EngineCore) -> Iterator[tuple[object, tuple[str, ...]]]:
     """Exported objects, each with the values of the labels that the server adds."""
     yield core.manager.stats(), ()
     yield core.manager.misses, ()

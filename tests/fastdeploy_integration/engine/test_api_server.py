@@ -1,6 +1,7 @@
 """Our routes and header in an API server. FAKE engine client and answers to errors; FastAPI's own application."""
 
 import json
+import logging
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -12,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from fastdeploy_kvcache_v1.contract.sessions import session_hint
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import api_server
+from fastdeploy_kvcache_v1.page.state import document
 
 from .by_hand import make_adapter
 
@@ -37,6 +39,7 @@ class EngineClient:
         api_server.add_control_methods(kind)
         self.service, self.connection_manager = kind(), self
         self.service.resource_manager = SimpleNamespace(cache_manager=make_adapter(4))
+        self.service.llm_logger = logging.getLogger("tests.engine")
         self.error, self.open, self.logged = None, set(), ""
 
     async def run_control_method(self, request):
@@ -46,6 +49,9 @@ class EngineClient:
             content = {"error_message": self.error}
             return SimpleNamespace(error_code=500, to_api_json_response=lambda: JSONResponse(content, 500))
         result = getattr(self.service, f"_control_{request.method}")(request)
+        line = f"done: {request.request_id} {result}"
+        self.service.llm_logger.info(line)
+        sys.modules["fastdeploy.utils"].api_server_logger.info(line)
         return SimpleNamespace(error_code=200, result=json.loads(json.dumps(result)))
 
     async def cleanup_request(self, request_id):
@@ -61,8 +67,9 @@ async def refuse(_, error):
 def server(monkeypatch):
     """Two endpoints that answer with the body's session. `told`: what the manager, which knows "known", was told."""
     monkeypatch.setitem(sys.modules, "fastdeploy", ModuleType("fastdeploy"))
-    for name in ("fastdeploy.engine", "fastdeploy.engine.request"):
+    for name in ("fastdeploy.engine", "fastdeploy.engine.request", "fastdeploy.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["fastdeploy.utils"].api_server_logger = logging.getLogger("tests.api_server")
     sys.modules["fastdeploy.engine.request"].ControlRequest = ControlRequest
     app, engine, told = FastAPI(), EngineClient(), []
     app.state.engine_client = engine
@@ -132,6 +139,23 @@ def test_control_request_has_neither_id_nor_salt(server):
     assert SECRET not in server.engine.logged
 
 
+def test_long_answer_is_cut_off_in_both_logs(server, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    report = {"requests": [{"request_id": "a" * 40}] * 512}
+    manager = server.engine.service.resource_manager.cache_manager.manager
+    monkeypatch.setattr(manager, "report", lambda: report)
+    assert server.client.get("/v1/cache/explain").json() == report
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("tests.")]
+    assert [len(line) for line in lines] == [303, 303]
+
+
+def test_page_is_served_without_the_engine(server):
+    answer = server.client.get("/debug/cache")
+    assert (answer.status_code, answer.text) == (200, document())
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not server.engine.logged
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -160,8 +184,9 @@ def test_error_of_the_engine_is_passed_on(server):
     assert not server.engine.open
 
 
-def test_routes_are_added_once(server):
-    assert [route.path for route in server.app.routes].count("/v1/cache/session") == 1
+@pytest.mark.parametrize("path", ["/v1/cache/session", "/debug/cache"])
+def test_route_is_added_once(server, path):
+    assert [route.path for route in server.app.routes].count(path) == 1
 
 
 def test_handler_of_a_module_without_an_app_is_left_alone():

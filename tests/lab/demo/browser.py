@@ -92,14 +92,14 @@ class Tab:
         ):
             self.errors.append(params)
 
-    def open(self, path, *, width, dark=False):
-        """A file, in a window of `width` pixels."""
+    def open(self, page, *, width, dark=False):
+        """Open a file's path or an address, in a window of `width` pixels."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1}
         self.call("Emulation.setDeviceMetricsOverride", mobile=width < 500, **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._has_loaded = False
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not self._has_loaded:
             self._note(self._next())
 

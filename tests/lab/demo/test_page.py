@@ -106,10 +106,7 @@ def test_the_page_needs_no_script_and_no_other_file_and_escapes_texts(tmp_path):
 
 
 def test_a_server_that_reports_less_has_a_page_that_says_so(tmp_path):
-    html = page(tmp_path, results(is_known=False)).read_text()
-    assert "so the bars have one part" in html
-    assert "This server has no /debug/cache, so there is no map of its blocks." in html
-    assert "Blocks after each request" not in html
+    assert "so the bars have one part" in page(tmp_path, results(is_known=False)).read_text()
 
 
 def test_the_picture_is_one_svg_and_the_same_for_the_same_results(tmp_path):

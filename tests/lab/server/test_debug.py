@@ -1,16 +1,32 @@
-"""The debug pages: counts and seconds, bounded, and nothing of a prompt."""
+"""The live page and its data: counts and seconds, bounded, and nothing of a prompt."""
 
 import pytest
 
 from fastdeploy_kvcache_v1.lab.server.engine.request_times import RequestReport
+from fastdeploy_kvcache_v1.page.state import SHOWN
 from tests.lab.server.harness import expected_outputs
 from tests.lab.server.random_text import BOS
-from tests.lab.server.served import error_of
+
+PROMPT = "A sentence of more than one block."
 
 
-def test_the_cache_page_lists_the_runs_of_a_prompt(server):
-    server.complete(prompt="A sentence of more than one block.")
-    cache = server.client.get("/debug/cache").json()
+def state_of(server):
+    answer = server.client.get("/v1/cache/state")
+    assert answer.status_code == 200
+    return answer.json()
+
+
+def test_page_is_one_document_that_may_fetch_from_its_server_alone(server):
+    answer = server.client.get("/debug/cache")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(each.strip().split(" ", 1) for each in answer.headers["content-security-policy"].split(";"))
+    assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
+
+
+def test_state_lists_the_runs_of_a_prompt(server):
+    server.complete(prompt=PROMPT)
+    cache = state_of(server)["cache"]
     assert cache["block_size"] == 4
     assert cache["device"]["cached"] == sum(len(run["device_slots"]) for run in cache["runs"]) > 8
     assert cache["device"]["size"] == 64
@@ -18,45 +34,39 @@ def test_the_cache_page_lists_the_runs_of_a_prompt(server):
     assert cache["runs"][0]["parent"] is None
 
 
-def test_the_cache_page_is_as_long_as_asked(server):
-    server.complete(prompt="A sentence of more than one block.")
-    server.complete(prompt="Something else.")
-    cache = server.client.get("/debug/cache?blocks=3").json()
-    listed = [slot for run in cache["runs"] for slot in run["device_slots"]]
-    assert len(listed) == 3
-    assert cache["device"]["unlisted"] == cache["device"]["cached"] - 3
-
-
-@pytest.mark.parametrize("query", ["cache?blocks=-1", "cache?blocks=2049", "requests?limit=257", "requests?limit=x"])
-def test_a_debug_page_refuses_a_wrong_limit(server, query):
-    response = server.client.get(f"/debug/{query}")
-    assert response.status_code == 400
-    assert error_of(response)["param"] in ("query.blocks", "query.limit")
-
-
-def test_the_requests_page_has_times_by_the_id_of_the_answer(server):
-    answers = [server.complete(prompt="A sentence of more than one block.").json() for _ in range(2)]
-    shown = server.client.get("/debug/requests").json()["requests"]
-    assert [each["id"] for each in shown] == [answers[1]["id"], answers[0]["id"]]
-    assert set(shown[0]) == set(RequestReport._fields)
-    assert [each["cached_tokens"] for each in shown] == [32, 0]
-    for each in shown:
+def test_state_has_times_by_the_id_of_the_answer_newest_first(server):
+    answers = [server.complete(prompt=PROMPT).json() for _ in range(2)]
+    state = state_of(server)
+    times = state["times"]
+    assert [each["id"] for each in times] == [answers[1]["id"], answers[0]["id"]]
+    assert [row["request_id"] for row in state["report"]["requests"]] == [answers[0]["id"], answers[1]["id"]]
+    assert set(times[0]) == set(RequestReport._fields)
+    assert [each["cached_tokens"] for each in times] == [32, 0]
+    for each in times:
         assert each["state"] == "finished"
         spent = each["queue_s"] + each["storage_s"] + each["copies_s"] + each["prefill_s"]
         assert 0 < spent <= each["first_token_s"] <= each["total_s"]
-    assert len(server.client.get("/debug/requests?limit=1").json()["requests"]) == 1
 
 
-def test_the_debug_pages_hold_no_text_and_no_token(server):
+def test_state_adds_up_more_requests_than_it_lists(server):
+    for _ in range(SHOWN + 8):
+        server.complete(prompt=PROMPT, max_tokens=1)
+    state = state_of(server)
+    assert (len(state["times"]), len(state["report"]["requests"])) == (SHOWN, SHOWN)
+    assert state["num_requests"] == SHOWN + 8
+    ((_, hits),) = state["metrics"]["device_hit_tokens_total"]
+    assert state["prompt_tokens"] - sum(state["missed_tokens"].values()) == hits > 0
+
+
+def test_state_holds_no_text_and_no_token(server):
     prompt = "confidential words of a tenant"
     server.complete(prompt=prompt, cache_salt="a-secret-salt")
     text = bytes(expected_outputs([BOS, *prompt.encode()], 8)).decode()
     tokens = ", ".join(map(str, prompt.encode()[:4])), ",".join(map(str, prompt.encode()[:4]))
-    for page in ("cache", "requests"):
-        shown = server.client.get(f"/debug/{page}").text
-        assert not [each for each in (prompt, "tenant", "salt", text, *tokens) if each in shown]
+    shown = server.client.get("/v1/cache/state").text
+    assert not [each for each in (prompt, "words of a tenant", "salt", text, *tokens) if each in shown]
 
 
-@pytest.mark.parametrize("page", ["cache", "requests"])
-def test_a_debug_page_has_a_head(server, page):
-    assert server.client.head(f"/debug/{page}").status_code == 200
+@pytest.mark.parametrize("path", ["/debug/cache", "/v1/cache/state"])
+def test_page_and_state_have_a_head(server, path):
+    assert server.client.head(path).status_code == 200
