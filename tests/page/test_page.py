@@ -23,7 +23,7 @@ TEXT = "Answer in one short sentence, and say so where you are not sure."
 def test_page_needs_nothing_else():
     html = document()
     assert re.findall(r"""(?:src|href)\s*=\s*["']?([^"'>]*)|url\(|@import""", html) == ["data:,"]
-    assert re.findall(r"""fetch\("([^"]*)""", html) == ["../v1/cache/state"]
+    assert re.findall(r"fetch\(.([^`\"]*)", html) == ["../v1/cache/${name}"]
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", html)
 
 
@@ -35,9 +35,9 @@ def test_page_explains_each_reason_once():
 def test_page_names_only_metrics_that_exist():
     numbers = [metric for source in SOURCES for metric in source.numbers]
     known = {metric.name + ("_total" if metric.kind is Kind.COUNTER else "") for metric in numbers}
-    html = document() + "".join(document().replace("${kind}", kind) for kind in ("swap", "storage"))
-    named = set(re.findall(r'["`]((?:[a-z]+_)+total|(?:device|host)_(?:\w+_)?blocks|storage_[iw]\w+)["`]', html))
-    assert len(named) >= 24
+    html = "".join(document().replace("${kind}", kind) for kind in ("swap", "storage"))
+    named = set(re.findall(r'["`]([a-z]+(?:_[a-z]+)+)["`]', html)) - {"queue_s", "storage_s", "copies_s", "prefill_s"}
+    assert len(named) > 20
     assert named - known == set()
 
 
@@ -53,20 +53,28 @@ def tab(tmp_path_factory):
 
 
 @contextmanager
-def listening(server, key=None, change=lambda content: content):
-    """Serve what `server` answers at an address that a browser can reach. Below /v1 a `key` is asked for."""
+def listening(server, key=None, plans=()):
+    """Serve what `server` answers at an address that a browser can reach. Below /v1 a `key` is asked for. `plans` are
+    answered in turn, the last one for good.
+    """
+    left = list(plans)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             is_locked = key is not None and self.path.startswith("/v1")
             is_refused = is_locked and self.headers["authorization"] != f"Bearer {key}"
+            if self.path == "/v1/cache/plan" and left:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(left.pop(0) if len(left) > 1 else left[0]).encode())
+                return
             answer = server.client.get("/missing" if is_refused else self.path)
             self.send_response(401 if is_refused else answer.status_code)
             for name in ("content-type", "content-security-policy"):
                 if name in answer.headers:
                     self.send_header(name, answer.headers[name])
             self.end_headers()
-            self.wfile.write(change(answer.content))
+            self.wfile.write(answer.content)
 
         def log_message(self, *given):
             """Say nothing."""
@@ -129,6 +137,7 @@ def test_page_is_whole_from_phone_to_wall(tab, width, dark):
         visit(server)
         tab.open(url, width=width, dark=dark)
         wait_for(tab, "status", "^live")
+        assert tab.value("innerWidth") == width
         assert tab.value(FAULTS) == []
         assert tab.errors == []
         paper = tab.value("getComputedStyle(document.body).backgroundColor")
@@ -168,20 +177,61 @@ def test_page_asks_for_the_key_and_sends_it(tab):
     tab.errors.clear()
 
 
+PLAN = {
+    "is_ready": True,
+    "failure": "",
+    "device_blocks": 64,
+    "host_blocks": 16,
+    "num_requests": 2500,
+    "seconds": 600.0,
+    "hit_share": 0.25,
+    "written_blocks": 100,
+    "evicted_blocks": 300,
+    "sizes": [
+        {"tier": "device", "num_blocks": 128, "hit_share": 0.375, "error": 0.01, "written_blocks": 50},
+        {"tier": "host", "num_blocks": 8, "hit_share": 0.125, "error": 0.02, "written_blocks": 120},
+        {"tier": "host", "num_blocks": 32, "hit_share": 0.5, "error": 0.03, "written_blocks": 90},
+    ],
+}
+
+
+def compute(tab):
+    tab.value("document.querySelector('#plan button').click()")
+
+
 @pytest.mark.process
-def test_curve_appears_with_a_plan_in_the_data(tab):
-    points = [{"tier": "host", "blocks": blocks, "hit_share": share} for blocks, share in ((16, 0.5), (32, 0.75))]
-    plan = b""
-
-    def planned(content):
-        return content.replace(b'"host_blocks":16', b'"host_blocks":16' + plan)
-
-    with running() as server, listening(server, change=planned) as url:
+def test_plan_is_asked_for_until_it_is_ready_and_drawn(tab):
+    with running() as server, listening(server, plans=[PLAN | {"is_ready": False, "sizes": []}, PLAN]) as url:
         tab.open(url, width=1400)
         wait_for(tab, "status", "^live")
-        assert tab.value("document.getElementById('plan').hidden")
-        plan = f', "plan": {json.dumps(points)}'.encode()
-        wait_for(tab, "plan", "16 blocks\t32 blocks\nhits\t50 %\t75 %")
+        assert "at other sizes" in text_of(tab, "plan")
+        compute(tab)
+        wait_for(tab, "plan", "Computing")
+        wait_for(tab, "plan", "From the last 2,500 requests, 10 min. Real hits: 25 %")
+        rows = tab.value("[...document.querySelectorAll('#plan tr')].map(each => each.innerText.split('\\t'))")
+        device = ["64 blocks (now)", "25.0 %", ""], ["128 blocks", "37.5 %", "± 1.0"]
+        host = ["8 blocks", "12.5 %", "± 2.0"], ["16 blocks (now)", "25.0 %", ""], ["32 blocks", "50.0 %", "± 3.0"]
+        assert [row[:3] for row in rows if row[0] != "size"] == [*device, *host]
         kinds = "[...document.querySelectorAll('#plan circle')].map(each => each.classList[0])"
-        assert tab.value(kinds) == ["ink", "host"]
+        assert tab.value(kinds) == ["ink", "host", "host", "ink", "host"]
+        assert tab.value("document.documentElement.scrollWidth") == 1400
         assert tab.errors == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"sizes": [], "num_requests": 7}, r"Not known yet: too few requests \(7\) or evicted blocks \(300\)"),
+        ({"sizes": [], "failure": "no memory"}, "No answer: no memory"),
+        (None, "No answer: HTTP 404"),
+    ],
+)
+def test_plan_that_does_not_come_is_said_in_words(tab, plan, words):
+    with running() as server, listening(server, plans=[] if plan is None else [PLAN | plan]) as url:
+        tab.open(url, width=390)
+        wait_for(tab, "status", "^live")
+        compute(tab)
+        wait_for(tab, "plan", words)
+        assert tab.value("document.querySelector('#plan button').disabled") is False
+        tab.errors.clear()
