@@ -1,7 +1,10 @@
 """What `explain` says of a running FastDeploy server after usual incidents."""
 
-import argparse
+import json
+from argparse import Namespace
 from functools import partial
+from itertools import cycle
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -10,13 +13,15 @@ from fastdeploy_kvcache_v1.explain import command
 from fastdeploy_kvcache_v1.lab.model.directory import write_seed
 from fastdeploy_kvcache_v1.page.state import PAGE_PATH, STATE_PATH
 from fastdeploy_kvcache_v1.page.state import document as html
+from tests.storage.attention_store.stand_in import environment, set_faults
 
 from . import cpu_server
-from .cpu_server import started
-from .server_workload import NUM_DOCUMENTS, document
+from .cpu_server import started, wait_until
+from .server_workload import DOCUMENT_LENGTH, NUM_DOCUMENTS, document, noise
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
+KEY = "a-key"
 FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.001")
 
 
@@ -24,6 +29,16 @@ FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.001")
 def server(release, tmp_path_factory):
     with started(release, tmp_path_factory.mktemp("server"), *FLAGS) as (running, _):
         yield running
+
+
+@pytest.fixture(scope="module")
+def other(release, tmp_path_factory):
+    """A second server, which asks for a key, and whose copies to the host fail."""
+    faults = {"fail": {"swap_out": "all"}}
+    variables = {"FD_API_KEY": KEY, "FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)}
+    with started(release, tmp_path_factory.mktemp("other"), *FLAGS, environment=variables) as (running, client):
+        client.api_key = KEY
+        yield SimpleNamespace(url=running.url, ask=partial(cpu_server.ask, client, max_tokens=1))
 
 
 @pytest.fixture
@@ -34,11 +49,17 @@ def ask(client):
 @pytest.fixture
 def explain(server, capsys):
     def asked(**wanted):
-        given = {"url": server.url, "api_key": None, "request": None, "last": False, "top": None, "json": False}
-        status = command.run(argparse.Namespace(**given | wanted))
+        given = {"url": server.url, "api_key": KEY, "request": None, "last": False, "top": None, "json": False}
+        status = command.run(Namespace(**given | wanted))
         return status, capsys.readouterr().out
 
     return asked
+
+
+def first_cause(explained):
+    status, text = explained
+    assert status == 1
+    return next(line for line in text.splitlines() if line.startswith("  1. ")).split()[2].rstrip(":")
 
 
 def test_incidents_are_named_one_after_the_other(server, ask, explain):
@@ -84,11 +105,50 @@ def test_page_is_served_and_its_data_stays_out_of_the_logs(server, ask):
     assert not [path for path in logs if b"device_evictable_blocks" in path.read_bytes()]
 
 
-def test_key_guards_the_data_and_not_the_page(release, tmp_path):
-    with started(release, tmp_path, *FLAGS, environment={"FD_API_KEY": "a-key"}) as (server, _):
-        key = {"authorization": "Bearer a-key"}
-        asked = ((PAGE_PATH, {}), (STATE_PATH, {}), (STATE_PATH, key))
-        assert [httpx2.get(server.url + path, headers=sent).status_code for path, sent in asked] == [200, 401, 200]
+def test_tenant_that_scans_is_named(ask, explain):
+    for number in range(6):
+        for visitor in range(2):
+            ask(document(visitor), extra_body={"cache_salt": "ours"})
+        for page in range(3):
+            ask(document(100 + 3 * number + page), extra_body={"cache_salt": "theirs"})
+    assert first_cause(explain()) == "scan"
+    assert "One tenant sends " in explain()[1]
+
+
+def test_time_at_the_head_is_named(other, explain):
+    for minute in range(12):
+        other.ask(f"{minute:02d}:30 is the time. {noise(0, DOCUMENT_LENGTH)}")
+    assert first_cause(explain(url=other.url)) == "changing_head"
+
+
+def test_copies_that_fail_are_named(other, explain):
+    for number in range(4 * NUM_DOCUMENTS):
+        other.ask(document(number % NUM_DOCUMENTS))
+    explained = explain(url=other.url)
+    assert first_cause(explained) == "copy_path_refused"
+    assert " copies failed since the start" in explained[1]
+
+
+def test_servers_behind_one_address_are_named(server, other, explain, monkeypatch):
+    urls, get = cycle((server.url, other.url)), command._get
+    monkeypatch.setattr(command, "_get", lambda args, path: get(Namespace(**vars(args) | {"url": next(urls)}), path))
+    text = explain()[1]
+    assert text.count("other_server: Another server behind this address computed the same blocks") == 2
+
+
+def test_key_guards_the_data_and_not_the_page(other):
+    asked = ((PAGE_PATH, {}), (STATE_PATH, {}), (STATE_PATH, {"authorization": f"Bearer {KEY}"}))
+    assert [httpx2.get(other.url + path, headers=sent).status_code for path, sent in asked] == [200, 401, 200]
+
+
+def test_store_that_is_down_is_named(release, explain, tmp_path):
+    store, flags = tmp_path / "store", ("--kvcache-storage-backend", "attention_store")
+    with started(release, tmp_path, *flags, environment=environment(store)) as (server, client):
+        set_faults(store, match={"error": "no route to host"})
+        for number in range(4):
+            cpu_server.ask(client, document(number), max_tokens=1)
+        wait_until(lambda: server.metrics()["storage_is_left_alone"] == 1, "a store that is left alone")
+        assert first_cause(explain(url=server.url)) == "store_down"
 
 
 def test_weight_update_is_named(server, ask, explain):
