@@ -30,7 +30,7 @@ class BlockPool(Generic[Slot]):
         self._tier = tier
         self._free: list[Slot] = []
         self._owned = bytearray()
-        """1 for each slot that has an owner."""
+        """1 for each slot that has an owner. As many zeros follow, so that a negative slot has none."""
         self._readers: dict[Slot, int] = {}
         """Number of readers of each held slot."""
         self._num_ownerless = 0
@@ -66,8 +66,6 @@ class BlockPool(Generic[Slot]):
         """Take `slots` back. Raises `BlockPoolError`, freeing none, if one has no owner or is named twice."""
         owned, rest = self._owned, iter(slots)
         try:  # one pass: checking all of them first takes nearly twice as long
-            if slots and min(slots) < 0:
-                raise IndexError
             for slot in rest:
                 if not owned[slot]:
                     raise IndexError
@@ -107,7 +105,7 @@ class BlockPool(Generic[Slot]):
         """Free all owned slots except `slots`; held ones become ownerless. Raises `BlockPoolError`, changing nothing,
         if one of `slots` has no owner. O(size).
         """
-        owned, is_free = bytearray(self.size), bytearray(b"\1") * self.size
+        owned, is_free = bytearray(2 * self.size), bytearray(b"\1") * self.size
         for slot in slots:
             if not 0 <= slot < self.size or not self._owned[slot]:
                 raise BlockPoolError(f"{self._tier} pool: slot {slot} cannot be kept, it is not allocated")
@@ -127,7 +125,7 @@ class BlockPool(Generic[Slot]):
         kept = [slot for slot in self._free if slot < size]
         assert len(self._free) - len(kept) == max(0, self.size - size), "slots above the new end must be free"
         self._free = [*range(size - 1, self.size - 1, -1), *kept]
-        self._owned = self._owned[:size].ljust(size, b"\0")
+        self._owned = self._owned[:size].ljust(2 * size, b"\0")
         self.size = size
 
     def check(self) -> None:
@@ -135,7 +133,7 @@ class BlockPool(Generic[Slot]):
         free, used = set(self._free), self.owned_slots() | self._readers.keys()
         expect(len(free) == len(self._free), f"{self._tier} pool: a slot is on the free list twice")
         expect(not free & used, f"{self._tier} pool: slots both free and allocated: {sorted(free & used)}")
-        is_whole = free | used == set(range(self.size)) and len(self._owned) == self.size
+        is_whole = free | used == set(range(self.size)) and len(self._owned) == 2 * self.size
         expect(is_whole, f"{self._tier} pool: slots lost or out of range 0..{self.size - 1}")
 
     def check_readers(self, readers: Iterable[Sequence[Slot]]) -> None:
