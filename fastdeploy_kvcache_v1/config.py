@@ -67,6 +67,8 @@ class KVCacheConfig:
     num_device_blocks: int
     num_host_blocks: int = 0
     block_size: int = 64
+    block_bytes: int = 0
+    """Bytes of a block on all ranks together, for reports. 0: unknown."""
     write_policy: WritePolicy = WritePolicy.AUTO
     write_through_threshold: int = 2
     enable_prefix_caching: bool = True
@@ -91,6 +93,7 @@ class KVCacheConfig:
             ("num_device_blocks", 1),
             ("num_host_blocks", 0),
             ("block_size", 1),
+            ("block_bytes", 0),
             ("write_through_threshold", 1),
             ("lookahead_requests", 0),
             ("shared_prefill_tokens", 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -14,9 +15,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ..contract.cache_report import PATH, CacheReport, RequestMiss, missed
+from ..contract.plan import PATH as PLAN_PATH
+from ..contract.plan import Plan
 from ..errors import ConfigError
 from ..telemetry.metrics import PREFIX
 from .causes import Cause, Metrics, Seen, causes
+from .sizes import told
 
 HEALTHY, WORTH_ACTING, UNREACHABLE = 0, 1, 2
 
@@ -26,6 +30,8 @@ HINTS = {401: "it asks for a key: --api-key KEY", 404: "it runs without this cac
 TIMEOUT_S = 10.0
 ASKED = 8
 """Times that an address is asked for its servers."""
+
+PLAN_TIMEOUT_S, PLAN_PAUSE_S = 300.0, 0.5
 
 SHOWN = 5
 WIDTH = 100
@@ -38,12 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--request", metavar="ID", help="explain this request, by the id in its answer")
     which.add_argument("--last", action="store_true", help="explain the last request")
     which.add_argument("--top", type=int, metavar="N", help="list the N requests that missed most tokens")
+    which.add_argument("--plan", action="store_true", help="tell what other sizes of the tiers would have hit")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer. Returns 0 for a healthy cache, 1 for a cause worth acting on, 2 without an answer."""
     try:
+        if args.plan:
+            return _print_plan(args)
         servers = [_seen(report, args) for report in _reports(args)]
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         reason = HINTS.get(getattr(error, "code", 0), getattr(error, "reason", error))
@@ -63,6 +72,17 @@ def run(args: argparse.Namespace) -> int:
     return WORTH_ACTING if any(each for _, each in found) else HEALTHY
 
 
+def _print_plan(args: argparse.Namespace) -> int:
+    _require_http(args)
+    ends_at = time.monotonic() + PLAN_TIMEOUT_S
+    while not (plan := msgspec.json.decode(_get(args, PLAN_PATH), type=Plan)).is_ready:
+        if time.monotonic() > ends_at:
+            raise OSError(f"the plan is not ready after {PLAN_TIMEOUT_S:.0f} s")
+        time.sleep(PLAN_PAUSE_S)
+    print(_json(plan) if args.json else f"{args.url}:\n{told(plan)}")
+    return UNREACHABLE if plan.failure else HEALTHY
+
+
 def _json(value: object) -> str:
     return msgspec.json.format(msgspec.json.encode(value)).decode()
 
@@ -80,13 +100,17 @@ def _get(args: argparse.Namespace, path: str) -> bytes:
 
 def _reports(args: argparse.Namespace) -> list[CacheReport]:
     """One report of each server behind the address."""
-    if urllib.parse.urlsplit(args.url).scheme not in ("http", "https"):
-        raise ConfigError(f"--url must begin with http:// or https://, got {args.url!r}")
+    _require_http(args)
     found: dict[str, CacheReport] = {}
     for _ in range(ASKED):
         report = msgspec.json.decode(_get(args, PATH), type=CacheReport)
         found[report.server] = report
     return list(found.values())
+
+
+def _require_http(args: argparse.Namespace) -> None:
+    if urllib.parse.urlsplit(args.url).scheme not in ("http", "https"):
+        raise ConfigError(f"--url must begin with http:// or https://, got {args.url!r}")
 
 
 def _seen(report: CacheReport, args: argparse.Namespace) -> Seen:

@@ -46,6 +46,14 @@ def host_layout(config: Any, attention_backend: str) -> CacheLayout:
     return made.layout
 
 
+def block_bytes(config: Any, attention_backend: str) -> int:
+    """Bytes of a block on all ranks together; 0 where no layout fits, which only copies refuse."""
+    try:
+        return host_layout(config, attention_backend).block_bytes * _num_ranks(config)
+    except ConfigError:
+        return 0
+
+
 def _num_ranks(config: Any) -> int:
     return int(config.parallel_config.tensor_parallel_size)
 

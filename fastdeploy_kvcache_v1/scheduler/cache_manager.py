@@ -62,6 +62,7 @@ from .reuse.history import ReuseHistory
 from .run import DEVICE, HOST
 from .snapshot import CacheSnapshot, count, describe, look
 from .tiering import Tiering
+from .traffic_log import Traffic, TrafficLog
 
 __all__ = ["CacheManager"]
 
@@ -75,8 +76,10 @@ MOST_WATCHED = 131_072
 class CacheManager:
     """The prefix cache of one server: both tiers, its requests, and the copies between the tiers. Thread-safe."""
 
-    def __init__(self, config: KVCacheConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds from 0 up and never runs back."""
+    def __init__(
+        self, config: KVCacheConfig, clock: Callable[[], float] = time.monotonic, *, logs_traffic: bool = True
+    ) -> None:
+        """`clock` returns seconds from 0 up and never runs back. `logs_traffic`: `traffic` is going to be called."""
         self.config = config
         self._lock = threading.RLock()
         self._counters = Counters()
@@ -101,7 +104,10 @@ class CacheManager:
         orders = [self._residency.device_order, *([self._residency.host_order] if config.num_host_blocks else [])]
         learner = self._history if any(order.learns for order in orders) else None
         self.misses = Misses(config.block_size, self._pieces, self._tree, clock)
-        self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner, self.misses)
+        self._log = TrafficLog(clock, config.block_size, config.num_device_blocks + config.num_host_blocks)
+        self._requests = RequestTable(
+            config, self._tree, self._tiering, self._counters, learner, self.misses, self._log if logs_traffic else None
+        )
         self._lent: set[DeviceSlot] = set()
         self._loads = Loads(config, self._tree, self._tiering, self._counters)
         self._stores = Stores(self._tree, self._residency, self._tiering)
@@ -370,6 +376,7 @@ class CacheManager:
             self._tree.detach_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
             self.misses.blame_reset(MissReason.WEIGHTS if new_weights else MissReason.RESET)
             self._tiering.told = CopiesByStep()
+            self._log.restart(self._device_pool.size + self._host_pool.size)
             if force:
                 self._residency.close_copies()
 
@@ -393,6 +400,7 @@ class CacheManager:
             self._device_pool.resize(size)
             if grows:
                 self._pieces.resize(size + self._host_pool.size)
+            self._log.restart(size + self._host_pool.size, is_empty=False)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the blocks stored in and removed from each tier since the last call, in order.
@@ -470,6 +478,11 @@ class CacheManager:
             device, host = self._device_pool.size, self._host_pool.size
             requests = self.misses.latest(MOST_LISTED)
         return CacheReport(self._name, self.config.block_size, device, host, requests)
+
+    def traffic(self) -> Traffic:
+        """Return the latest requests, for `sizing`. O(requests of the log): 5 ms."""
+        with self._lock:
+            return self._log.traffic()
 
     def stats(self) -> CacheStats:
         """Take a snapshot of counters and gauges. O(requests and loads)."""

@@ -30,6 +30,9 @@ CAUSES = (
 )
 EVICTED_DEVICE, EVICTED_HOST, RESET, COPY_FAILED = range(len(CAUSES))
 
+FADED = -1
+"""A forgotten piece."""
+
 
 def length_of(piece: int) -> int:
     return piece >> LENGTH_AT & LENGTH_MASK
@@ -57,7 +60,7 @@ class EvictedPieces:
         self.num_left = 0
         """Blocks that have left."""
         self._start = clock()
-        self._time_bits = 0
+        self.look_at_clock()
         self.resize(num_blocks)
 
     def resize(self, num_blocks: int) -> None:
@@ -74,33 +77,36 @@ class EvictedPieces:
 
     def look_at_clock(self) -> None:
         """Let pieces that leave from here on have the present time. A call for each piece would cost too much."""
-        self._time_bits = (int((self._clock() - self._start) * TICKS_PER_SECOND) & TIME_MASK) << TIME_AT
+        self.now = self._clock()
+        time_bits = (int((self.now - self._start) * TICKS_PER_SECOND) & TIME_MASK) << TIME_AT
+        self._common = [time_bits | cause << CAUSE_AT for cause in range(len(CAUSES))]
 
     def add(self, run: Run, cause: int) -> None:
         """Remember that `run` leaves the cache for `CAUSES[cause]`. O(1)."""
         cells, start, end, young, faded = run.cells, run.start, run.end, self._young, self._faded
         key, length, num_left = hash(cells[WIDTH * start]), end - start, self.num_left
-        young[key] = (
-            num_left << NUMBER_AT
-            | self._time_bits
-            | cause << CAUSE_AT
-            | (length if length < LENGTH_MASK else LENGTH_MASK) << LENGTH_AT
-            | cells[WIDTH * (end - 1)][0]
-        )
-        faded[key % len(faded)] = key >> 32 & 0xFF or 1
         self.num_left = num_left + length
+        if length > LENGTH_MASK:
+            length = LENGTH_MASK
+        ends_on = cells[WIDTH * end - WIDTH][0]
+        young[key] = (num_left << NUMBER_AT) + self._common[cause] + (length << LENGTH_AT | ends_on)
+        faded[key % len(faded)] = key >> 32 & 0xFF or 1
         if len(young) >= self._most:
             self._young, self._old = {}, young
 
     def find(self, block: BlockHash) -> int:
-        """Return the newest piece that begins with `block`, or 0. O(1)."""
-        key = hash(block)
-        return self._young.get(key) or self._old.get(key, 0)
+        """Return the newest piece that begins with `block`, `FADED` if it was forgotten, or 0. O(1).
 
-    def has_faded(self, block: BlockHash) -> bool:
-        """True if a piece that began with `block` was forgotten. Wrong for one new block in 256 at most. O(1)."""
+        `FADED` is wrong for one new block in 256 at most.
+        """
         key, faded = hash(block), self._faded
-        return faded[key % len(faded)] == (key >> 32 & 0xFF or 1)
+        byte = faded[key % len(faded)]
+        if not byte:  # no piece of this place was ever added
+            return 0
+        piece = self._young.get(key) or self._old.get(key)
+        if piece is not None:
+            return piece
+        return FADED if byte == (key >> 32 & 0xFF or 1) else 0
 
     def seconds_since(self, piece: int) -> float:
         """Return how long ago `piece` left."""

@@ -16,6 +16,7 @@ from .evicted_pieces import (
     CAUSES,
     EVICTED_DEVICE,
     EVICTED_HOST,
+    FADED,
     RESET,
     EvictedPieces,
     blocks_short,
@@ -135,7 +136,7 @@ class Misses:
         if len(self._young) >= MOST_KEPT:
             self._young, self._old = {}, self._young
         block = request.sequence.hashes[request.num_cached] if request.num_cached < limit else b""
-        self._young[request.request_id] = (self._clock(), request.sequence.session.tenant, block, *row)
+        self._young[request.request_id] = (self.pieces.now, request.sequence.session.tenant, block, *row)
 
     def _first(self, request: RequestState, at: int, stored: StoredPrefix) -> Segment:
         """Find out why the block at `at`, the one behind the hits, was missed."""
@@ -169,19 +170,20 @@ class Misses:
         hashes, limit = request.sequence.hashes, request.limit
         if at < stored.end and stored.reason is not None:
             return stored.reason.value, min(stored.end, limit) - at, 0
-        piece, begin = self.pieces.find(hashes[at]), at
-        if not piece and back:
+        piece = found = self.pieces.find(hashes[at])
+        begin = at
+        if piece <= 0 and back:
             begin -= back
             piece = self.pieces.find(hashes[begin])
-            if piece and not _goes_on(piece, hashes, begin, at):
+            if piece > 0 and not _goes_on(piece, hashes, begin, at):
                 piece = 0
-        if piece:
+        if piece > 0:
             cause = cause_of(piece)
             reason = stored.beyond.value if stored.beyond is not None and cause in TIERS else self._by_cause[cause]
             return reason, min(begin + length_of(piece), limit) - at, piece
         if self._tree.has_ruins and (num_fallen := self._tree.num_fallen(hashes, at, limit)):
             return self._by_cause[RESET], num_fallen, 0
-        return NOT_SEEN_LATELY if self.pieces.has_faded(hashes[at]) else NEVER_SEEN, limit - at, 0
+        return NOT_SEEN_LATELY if found == FADED else NEVER_SEEN, limit - at, 0
 
     def _past(self, reason: str, piece: int, num_left: int) -> tuple[CacheLevel | None, float | None, int | None]:
         """Describe the eviction of the first missing block."""

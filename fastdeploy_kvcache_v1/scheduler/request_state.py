@@ -47,6 +47,12 @@ class RequestState:
     num_host_tokens: int = 0
     """Cached tokens that came from the host when it was admitted."""
     num_query_tokens: int = 0
+    start: tuple[int, float, int] | None = None
+    """Step, time and hit blocks of its admission, once it counts."""
+    computed: int = 0
+    """Step after its last commit of a block of the prompt."""
+    grown: int = 0
+    """Step after its last commit of a block of the output."""
     visit: Visit | None = None
     """Its session and groups in `ReuseHistory` when it was admitted."""
 

@@ -29,6 +29,7 @@ from .request_state import RequestState
 from .reuse.history import ReuseHistory
 from .run import Run
 from .tiering import Tiering
+from .traffic_log import TrafficLog
 
 
 class RequestTable:
@@ -42,6 +43,7 @@ class RequestTable:
         counters: Counters,
         history: ReuseHistory | None,
         misses: Misses,
+        log: TrafficLog | None,
     ) -> None:
         self._block_size = config.block_size
         self._caching = config.enable_prefix_caching
@@ -50,7 +52,10 @@ class RequestTable:
         self._counters = counters
         self._history = history
         self._misses = misses
+        self._log = log
         self._requests: dict[str, RequestState] = {}
+        self._clock_step = -1
+        """Step in which the clock was read last."""
         self._admitted: dict[str, RequestState] = {}
         """Admitted in the open step: counted when it is taken or when they end, unless they are rolled back."""
 
@@ -94,8 +99,11 @@ class RequestTable:
         if num_blocks < request.num_cached:
             raise CacheStateError(f"request {request.request_id}: {num_tokens} tokens are fewer than its cached prefix")
         path = request.leaf.path()
-        self._misses.pieces.look_at_clock()
-        request.num_left = self._misses.pieces.num_left
+        pieces = self._misses.pieces
+        if self._clock_step != self._tiering.step:
+            self._clock_step = self._tiering.step
+            pieces.look_at_clock()
+        request.num_left = pieces.num_left
         num_swap_in = sum([run.length for run in path if not run.on_device])
         slots = self._tiering.allocate_device(num_swap_in + num_blocks - request.num_cached)
         if isinstance(slots, NoSpace):
@@ -120,6 +128,10 @@ class RequestTable:
         request.cache(runs, slots, duplicates)
         if request.computes is not None:
             self._misses.committed(request)
+        if first < request.limit:
+            request.computed = self._tiering.step
+        else:
+            request.grown = self._tiering.step
         self._counters.duplicate_blocks += len(duplicates)
         self._tiering.back_up_completed(runs, end - first)
 
@@ -151,6 +163,8 @@ class RequestTable:
         del self._requests[request.request_id]
         if request.computes is not None:
             self._misses.ended(request)
+        if self._log is not None and request.start is not None:
+            self._log.ended(request, self._tiering.step)
         if touch and self._history is not None and not request.leaf.detached:
             num_prompt = request.num_query_tokens // self._block_size
             visit, num_cached = request.visit, request.num_cached
@@ -179,6 +193,8 @@ class RequestTable:
 
     def _count(self, request: RequestState) -> None:
         counters, num_cached_tokens = self._counters, request.num_cached * self._block_size
+        if self._log is not None:
+            self._log.started(request, self._misses.pieces.now)
         if request.resumed:
             counters.requests_resumed += 1
             counters.resumed_hit_tokens += num_cached_tokens

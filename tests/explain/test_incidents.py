@@ -37,7 +37,7 @@ def explain(monkeypatch, capsys):
             return answer.content
 
         monkeypatch.setattr(command, "_get", get)
-        given = {"url": URL, "api_key": None, "request": None, "last": False, "top": None, "json": False}
+        given = {"url": URL, "api_key": None, "request": None, "last": False, "top": None, "plan": False, "json": False}
         status = command.run(argparse.Namespace(**given | wanted))
         return SimpleNamespace(status=status, text=capsys.readouterr().out)
 
@@ -243,6 +243,7 @@ def test_command_asks_the_default_port_of_both_servers():
         "request": None,
         "last": False,
         "top": None,
+        "plan": False,
         "json": False,
     }
 
@@ -252,7 +253,20 @@ def test_unknown_request_is_refused_in_one_line(explain):
         explain(server, request="nobody")
 
 
-def test_server_that_does_not_answer_is_unreachable(capsys):
+@pytest.mark.process
+def test_plan_is_waited_for_and_says_what_is_not_known_yet(explain):
+    with running() as server:
+        complete(server, "hello")
+        explained = explain(server, plan=True)
+        assert explained.status == 0
+        assert explained.text == f"{URL}:\n  Not known yet (1 of 2,000 requests).\n"
+        told = json.loads(explain(server, plan=True, json=True).text)
+        assert (told["num_requests"], told["sizes"], told["failure"]) == (1, [], "")
+
+
+@pytest.mark.parametrize("plan", [False, True])
+def test_server_that_does_not_answer_is_unreachable(capsys, plan):
     given = {"url": "http://127.0.0.1:9", "api_key": None, "request": None, "last": False, "top": None, "json": False}
+    given["plan"] = plan
     assert command.run(argparse.Namespace(**given)) == 2
     assert capsys.readouterr().err.startswith("fastdeploy-kvcache explain: no answer from http://127.0.0.1:9: ")

@@ -49,7 +49,8 @@ def ask(client):
 @pytest.fixture
 def explain(server, capsys):
     def asked(**wanted):
-        given = {"url": server.url, "api_key": KEY, "request": None, "last": False, "top": None, "json": False}
+        given = {"url": server.url, "api_key": KEY, "request": None, "last": False, "top": None, "plan": False}
+        given["json"] = False
         status = command.run(Namespace(**given | wanted))
         return status, capsys.readouterr().out
 
@@ -161,3 +162,11 @@ def test_weight_update_is_named(server, ask, explain):
     ask(document(2))
     _, text = explain(top=512)
     assert text.count("was missed: weights.") == 1
+
+
+def test_plan_counts_the_requests_of_the_engine(server, ask, explain):
+    ask("hello")
+    status, text = explain(plan=True)
+    assert status == 0
+    assert "  Not known yet (" in text
+    assert " of 2,000 requests)." in text

@@ -28,10 +28,21 @@ MAY_IMPORT = {
     "worker": {"attention", *EVERYBODY},
     "storage": {"attention", "scheduler", *EVERYBODY},
     "transfer": {"attention", "worker", *EVERYBODY},
+    "sizing": {"scheduler", *EVERYBODY},
     "explain": EVERYBODY,
     "page": {"explain", *EVERYBODY},
-    "fastdeploy_integration": {"scheduler", "attention", "worker", "storage", "transfer", "page", *EVERYBODY},
-    "lab": {"scheduler", "attention", "worker", "storage", "transfer", "page", "fastdeploy_integration", *EVERYBODY},
+    "fastdeploy_integration": {"scheduler", "sizing", "attention", "worker", "storage", "transfer", "page", *EVERYBODY},
+    "lab": {
+        "scheduler",
+        "sizing",
+        "attention",
+        "worker",
+        "storage",
+        "transfer",
+        "page",
+        "fastdeploy_integration",
+        *EVERYBODY,
+    },
 }
 """Folder -> folders it may import from, besides itself and the shared modules. Production imports nothing of `lab`."""
 
@@ -44,7 +55,7 @@ INSIDE = {
     "storage/attention_store": {"attention", "scheduler", "storage/engine"},
     "storage/mooncake": set(),
     "fastdeploy_integration/overlay": set(),
-    "fastdeploy_integration/engine": {"scheduler", "storage", "page", "fastdeploy_integration/overlay"},
+    "fastdeploy_integration/engine": {"scheduler", "sizing", "storage", "page", "fastdeploy_integration/overlay"},
     "fastdeploy_integration/disaggregation": {
         "storage",
         "transfer",
@@ -64,7 +75,7 @@ INSIDE = {
         "lab/server",
     },
     "lab/server/worker": {"attention", "worker", "storage", "transfer", "lab/model", "lab/server"},
-    "lab/server": {"attention", "scheduler", "worker", "storage", "transfer", "page", "lab/model", "lab/hub"},
+    "lab/server": {"attention", "scheduler", "sizing", "worker", "storage", "transfer", "page", "lab/model", "lab/hub"},
     "lab/router": {"transfer", "lab/server"},
     "lab/demo": {"page", "lab/server"},
     "lab/fastdeploy_cpu": {"attention", "worker", "fastdeploy_integration", "lab/model"},

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import Allocation, BlockHash, CacheLevel, CopyResult, NoSpace
 from fastdeploy_kvcache_v1.contract.sessions import LAST_TURN, UNTOLD, SessionHint, session_hint
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
@@ -384,7 +384,8 @@ def test_memory_of_the_worst_shape(policy: str, host: int, eviction: str, limit:
     hashes = blocks(4000, 1)
     gc.collect()
     tracemalloc.start()
-    cache = manager(4000, host, policy, max_queued_events=0, eviction_policy=eviction)
+    config = KVCacheConfig(4000, host, block_size=1, write_policy=policy, eviction_policy=eviction, max_queued_events=0)
+    cache = CacheManager(config, logs_traffic=False)  # the log has a limit of its own
     for number, digest in enumerate(hashes):
         play(cache, str(number), [digest])
     gc.collect()

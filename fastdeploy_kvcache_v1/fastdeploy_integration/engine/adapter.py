@@ -24,6 +24,7 @@ from ...contract.messages import CopyResult, DeviceSlot, MatchResult, NoSpace, P
 from ...errors import BlockPoolError, CacheStateError, InvariantError
 from ...scheduler.cache_manager import CacheManager
 from ...scheduler.costs import PrefillCosts
+from ...sizing.planner import Planner
 from ..transport import RunningRow, SwapOutbox
 from .fastdeploy_gauges import HitRates, PoolGauges, match_metrics
 from .kept_hashes import KeptHashes
@@ -54,6 +55,7 @@ class PrefixCacheAdapter:
 
     def __init__(self, config: KVCacheConfig, *, gauges: Any, whole_items: bool = False) -> None:
         self.manager = CacheManager(config)
+        self.planner = Planner(self.manager)
         self.hit_rates = HitRates()
         self.uncached = Uncached()
         self.num_cpu_blocks = config.num_host_blocks

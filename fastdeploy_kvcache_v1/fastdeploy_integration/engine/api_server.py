@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...contract.cache_report import PATH as REPORT_PATH
+from ...contract.plan import PATH as PLAN_PATH
 from ...contract.sessions import SessionHint, checked_session_id, session_hint
 from ...page.state import HEADERS, PAGE_PATH, STATE_PATH, document, state
 from .. import Args, Kwargs, Wrapped
@@ -65,10 +66,15 @@ def _state(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
     return state(cache.manager.report(), cache.publisher.parts(), cache.manager.snapshot(stored=stored))
 
 
+def _plan(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
+    return msgspec.to_builtins(cache.planner.plan())  # type: ignore[no-any-return]
+
+
 ROUTES = {
     "cache_session": Route("POST", "/v1/cache/session", _read_session, _tell_return),
     "cache_report": Route("GET", REPORT_PATH, lambda body: None, _report),
     "cache_state": Route("GET", STATE_PATH, lambda body: None, _state),
+    "cache_plan": Route("GET", PLAN_PATH, lambda body: None, _plan),
 }
 """By name of the control request. For a route `NAME`, the patch table adds `_control_NAME` to the engine."""
 

@@ -60,6 +60,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
     def __init__(self, config: Any) -> None:
         swap_space.require_host_memory(config)
         self._config = config
+        from fastdeploy import envs
         from fastdeploy.metrics.metrics import main_process_metrics
 
         cache = config.cache_config
@@ -74,6 +75,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
                 num_device_blocks=int(cache.total_block_num),
                 num_host_blocks=int(cache.num_cpu_blocks),
                 block_size=int(cache.block_size),
+                block_bytes=swap_space.block_bytes(config, envs.FD_ATTENTION_BACKEND),
                 enable_prefix_caching=bool(cache.enable_prefix_caching),
                 max_queued_events=KVCacheConfig.max_queued_events if follows_events else 0,
             ),

@@ -23,8 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config import MIB
 from ...contract.cache_report import PATH as REPORT_PATH
+from ...contract.plan import PATH as PLAN_PATH
 from ...errors import InvariantError, KVCacheError
 from ...page.state import HEADERS, PAGE_PATH, SHOWN, STATE_PATH, document, state
+from ...sizing.planner import Planner
 from .api_docs import answers, described_app, readable
 from .api_error import ApiError, describe_validation, error_body
 from .disaggregation.settings import Role
@@ -203,6 +205,13 @@ def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, met
     def cache_report() -> Response:
         """Tell what the latest requests missed, and why; `fastdeploy-kvcache explain` reads it."""
         return Response(msgspec.json.encode(engine.core.manager.report()), media_type="application/json")
+
+    planner = Planner(engine.core.manager)
+
+    @readable(app, PLAN_PATH)
+    def cache_plan() -> Response:
+        """Tell what other sizes of the tiers would have hit. It takes seconds: ask again while it is not ready."""
+        return Response(msgspec.json.encode(planner.plan()), media_type="application/json")
 
     @readable(app, "/health")
     async def health() -> Response:

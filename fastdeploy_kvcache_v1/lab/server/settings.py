@@ -217,6 +217,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: in
     return KVCacheConfig.of_flags(
         values,
         num_device_blocks=num_device_blocks,
+        block_bytes=block_bytes,
         num_host_blocks=_host_bytes(values, share, free_bytes - device_bytes) // block_bytes,
         write_policy=policy,
         max_queued_events=0,  # until an outside index listens

@@ -32,7 +32,7 @@ def test_every_endpoint_is_described_once_with_a_sentence(described):
         *((path, "post") for path in ("/v1/completions", "/v1/chat/completions", "/v1/cache/session")),
         ("/reset_prefix_cache", "post"),
         *((path, "get") for path in ("/v1/models", "/v1/models/{asked}", "/health", "/metrics", "/version")),
-        *((path, "get") for path in ("/debug/check", "/v1/cache/explain", "/v1/cache/state")),
+        *((path, "get") for path in ("/debug/check", "/v1/cache/explain", "/v1/cache/state", "/v1/cache/plan")),
     }
     assert [key for key, each in found.items() if not each.get("description")] == []
     assert len({each["operationId"] for each in found.values()}) == len(found)
