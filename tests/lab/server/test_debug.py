@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1.explain.command import read_metrics
 from fastdeploy_kvcache_v1.lab.server.engine.request_times import RequestReport
 from fastdeploy_kvcache_v1.page.state import SHOWN
 from tests.lab.server.harness import expected_outputs
@@ -56,6 +57,15 @@ def test_state_adds_up_more_requests_than_it_lists(server):
     assert state["num_requests"] == SHOWN + 8
     ((_, hits),) = state["metrics"]["device_hit_tokens_total"]
     assert state["prompt_tokens"] - sum(state["missed_tokens"].values()) == hits > 0
+
+
+def test_state_has_the_numbers_of_the_metrics(server):
+    server.complete(prompt=PROMPT)
+    shown = {name: [*map(tuple, each)] for name, each in state_of(server)["metrics"].items()}
+    metrics = read_metrics(server.client.get("/metrics").text)
+    assert shown == {name: metrics[name] for name in shown}
+    left_out = {name for name in metrics.keys() - shown.keys() if name.endswith("_total")}
+    assert left_out == {"unknown_request_fields_total"}
 
 
 def test_state_holds_no_text_and_no_token(server):
