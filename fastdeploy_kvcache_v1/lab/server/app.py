@@ -25,7 +25,7 @@ from ...config import MIB
 from ...contract.cache_report import PATH as REPORT_PATH
 from ...contract.plan import PATH as PLAN_PATH
 from ...errors import InvariantError, KVCacheError
-from ...page.state import HEADERS, PAGE_PATH, SHOWN, STATE_PATH, document, state
+from ...page.state import HEADERS, PAGE_PATH, STATE_PATH, document, state
 from ...sizing.planner import Planner
 from .api_docs import answers, described_app, readable
 from .api_error import ApiError, describe_validation, error_body
@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 16 * MIB
 """Of a request that says how long it is."""
+
+MOST_TIMES = 128
+"""Requests whose times are told: open ones, then the latest that ended."""
 
 ID_HEADER = "X-Request-Id"
 
@@ -248,7 +251,7 @@ def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, met
     async def cache_state() -> Response:
         """Tell what /debug/cache shows: requests, causes of misses, blocks and metrics, without texts and tokens."""
         core = engine.core
-        times = await _on_engine(engine, lambda core: core.requests(SHOWN))
+        times = await _on_engine(engine, lambda core: core.requests(MOST_TIMES))
         snapshot = core.manager.snapshot(stored=() if core.storage is None else core.storage.known)
         shown = state(core.manager.report(), parts(core), snapshot, times)
         return Response(msgspec.json.encode(shown), media_type="application/json")

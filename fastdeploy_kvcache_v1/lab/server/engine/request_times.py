@@ -1,11 +1,11 @@
-"""Where the time of each request went, for `GET /debug/requests`."""
+"""Where the time of each request went, for `GET /v1/cache/state`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MOST_KEPT = 256
+MOST_KEPT = 32
 """Ended requests whose times are kept, the latest."""
 
 
