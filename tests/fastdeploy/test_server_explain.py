@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2
@@ -22,6 +23,7 @@ from .server_workload import DOCUMENT_LENGTH, NUM_DOCUMENTS, document, noise
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 KEY = "a-key"
+REFUSED_COPIES = Path(__file__).with_name("refused_copies")
 FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.001")
 
 
@@ -33,9 +35,10 @@ def server(release, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other(release, tmp_path_factory):
-    """A second server, which asks for a key, and whose copies to the host fail."""
+    """A second server, which asks for a key. A copy path is refused there, and all copies to the host fail."""
     faults = {"fail": {"swap_out": "all"}}
-    variables = {"FD_API_KEY": KEY, "FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)}
+    variables = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults), "PYTHONPATH": str(REFUSED_COPIES)}
+    variables["FD_API_KEY"] = KEY
     with started(release, tmp_path_factory.mktemp("other"), *FLAGS, environment=variables) as (running, client):
         client.api_key = KEY
         yield SimpleNamespace(url=running.url, ask=partial(cpu_server.ask, client, max_tokens=1))
@@ -119,15 +122,17 @@ def test_tenant_that_scans_is_named(ask, explain):
 def test_time_at_the_head_is_named(other, explain):
     for minute in range(12):
         other.ask(f"{minute:02d}:30 is the time. {noise(0, DOCUMENT_LENGTH)}")
-    assert first_cause(explain(url=other.url)) == "changing_head"
+    assert "%  changing_head: 12 of 12 long prompts differ" in explain(url=other.url)[1]
 
 
-def test_copies_that_fail_are_named(other, explain):
+def test_refused_copy_path_and_copies_that_fail_are_named(other, explain):
     for number in range(4 * NUM_DOCUMENTS):
         other.ask(document(number % NUM_DOCUMENTS))
     explained = explain(url=other.url)
     assert first_cause(explained) == "copy_path_refused"
-    assert " copies failed since the start" in explained[1]
+    words = " ".join(explained[1].split())
+    assert "do not use c (undefined symbol: copy_rows). " in words
+    assert " copies failed since the start; " in words
 
 
 def test_servers_behind_one_address_are_named(server, other, explain, monkeypatch):
