@@ -47,12 +47,14 @@ def state(
     report: CacheReport,
     parts: Iterable[tuple[object, tuple[str, ...]]],
     snapshot: object,
+    block_bytes: int,
     times: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Make the data of the page, as values of JSON. It takes a millisecond.
 
     `parts`: exported objects, each with the values of the labels that the server adds. `snapshot`: the cache's.
-    `times`: named tuples with the seconds of the latest requests, where the server knows them.
+    `block_bytes`: on all ranks together, 0 for unknown. `times`: named tuples with the seconds of the latest requests,
+    where the server knows them.
     """
     seen = Seen(report, samples_of(parts))
     shown = {
@@ -62,7 +64,7 @@ def state(
         "prompt_tokens": seen.prompt_tokens,
         "missed_tokens": {reason: missed(rows) for reason, rows in seen.by_reason.items()},
         "causes": [cause._asdict() for cause in causes(seen)],
-        "block_bytes": seen.block_bytes,
+        "block_bytes": block_bytes or seen.block_bytes,
         "metrics": seen.metrics,
         "cache": snapshot,
         "times": [each._asdict() for each in times],

@@ -103,6 +103,8 @@ def test_page_is_served_and_its_data_stays_out_of_the_logs(server, ask):
     assert num_blocks == state["cache"]["device"]["size"] == 24
     assert state["cache"]["runs"][0]["device_slots"]
     assert state["metrics"]["swap_blocks_total"][0][0] == {"direction": "in", "rank": "0"}
+    size, blocks = (sum(value for _, value in state["metrics"][f"swap_{name}_total"]) for name in ("bytes", "blocks"))
+    assert state["block_bytes"] == size / blocks
     assert sum(state["missed_tokens"].values()) < state["prompt_tokens"]
     logs = [path for path in server.logs.rglob("*.log") if b"control-kvcache-" in path.read_bytes()]
     assert len(logs) == 2

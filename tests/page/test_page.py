@@ -1,16 +1,17 @@
 """The live page in a real browser, on the embedded server; and what it names exists."""
 
 import http.server
-import json
 import re
 import threading
 import time
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.misses import MissReason
+from fastdeploy_kvcache_v1.contract.plan import Plan, PlannedSize
 from fastdeploy_kvcache_v1.page.state import document
 from fastdeploy_kvcache_v1.telemetry.metrics import SOURCES, Kind
 from tests.lab.demo.browser import browser, program
@@ -66,7 +67,7 @@ def listening(server, key=None, plans=()):
             if self.path == "/v1/cache/plan" and left:
                 self.send_response(200)
                 self.end_headers()
-                self.wfile.write(json.dumps(left.pop(0) if len(left) > 1 else left[0]).encode())
+                self.wfile.write(msgspec.json.encode(left.pop(0) if len(left) > 1 else left[0]))
                 return
             answer = server.client.get("/missing" if is_refused else self.path)
             self.send_response(401 if is_refused else answer.status_code)
@@ -177,22 +178,20 @@ def test_page_asks_for_the_key_and_sends_it(tab):
     tab.errors.clear()
 
 
-PLAN = {
-    "is_ready": True,
-    "failure": "",
-    "device_blocks": 64,
-    "host_blocks": 16,
-    "num_requests": 2500,
-    "seconds": 600.0,
-    "hit_share": 0.25,
-    "written_blocks": 100,
-    "evicted_blocks": 300,
-    "sizes": [
-        {"tier": "device", "num_blocks": 128, "hit_share": 0.375, "error": 0.01, "written_blocks": 50},
-        {"tier": "host", "num_blocks": 8, "hit_share": 0.125, "error": 0.02, "written_blocks": 120},
-        {"tier": "host", "num_blocks": 32, "hit_share": 0.5, "error": 0.03, "written_blocks": 90},
+PLAN = Plan(
+    device_blocks=64,
+    host_blocks=16,
+    num_requests=2500,
+    seconds=600.0,
+    hit_share=0.25,
+    written_blocks=100,
+    evicted_blocks=300,
+    sizes=[
+        PlannedSize("device", 128, 0.375, 0.01, 50),
+        PlannedSize("host", 8, 0.125, 0.02, 120),
+        PlannedSize("host", 32, 0.5, 0.03, 90),
     ],
-}
+)
 
 
 def compute(tab):
@@ -201,7 +200,7 @@ def compute(tab):
 
 @pytest.mark.process
 def test_plan_is_asked_for_until_it_is_ready_and_drawn(tab):
-    with running() as server, listening(server, plans=[PLAN | {"is_ready": False, "sizes": []}, PLAN]) as url:
+    with running() as server, listening(server, plans=[Plan(is_ready=False), PLAN]) as url:
         tab.open(url, width=1400)
         wait_for(tab, "status", "^live")
         assert "at other sizes" in text_of(tab, "plan")
@@ -220,15 +219,15 @@ def test_plan_is_asked_for_until_it_is_ready_and_drawn(tab):
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("plans", "words"),
     [
-        ({"sizes": [], "num_requests": 7}, r"Not known yet: too few requests \(7\) or evicted blocks \(300\)"),
-        ({"sizes": [], "failure": "no memory"}, "No answer: no memory"),
-        (None, "No answer: HTTP 404"),
+        ([], r"Not known yet: too few requests \(0\) or evicted blocks \(0\)"),
+        ([Plan(failure="no memory")], "No answer: no memory"),
     ],
 )
-def test_plan_that_does_not_come_is_said_in_words(tab, plan, words):
-    with running() as server, listening(server, plans=[] if plan is None else [PLAN | plan]) as url:
+def test_plan_that_does_not_come_is_said_in_words(tab, plans, words):
+    """The first one is the server's own."""
+    with running() as server, listening(server, plans=plans) as url:
         tab.open(url, width=390)
         wait_for(tab, "status", "^live")
         compute(tab)

@@ -62,8 +62,9 @@ def _report(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
 
 def _state(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
     assert isinstance(cache, EnginePrefixCache)
-    stored = () if cache.storage is None else cache.storage.tier.known
-    return state(cache.manager.report(), cache.publisher.parts(), cache.manager.snapshot(stored=stored))
+    manager, stored = cache.manager, () if cache.storage is None else cache.storage.tier.known
+    snapshot = manager.snapshot(stored=stored)
+    return state(manager.report(), cache.publisher.parts(), snapshot, manager.config.block_bytes)
 
 
 def _plan(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:

@@ -250,10 +250,10 @@ def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, met
     @readable(app, STATE_PATH)
     async def cache_state() -> Response:
         """Tell what /debug/cache shows: requests, causes of misses, blocks and metrics, without texts and tokens."""
-        core = engine.core
+        core, manager = engine.core, engine.core.manager
         times = await _on_engine(engine, lambda core: core.requests(MOST_TIMES))
-        snapshot = core.manager.snapshot(stored=() if core.storage is None else core.storage.known)
-        shown = state(core.manager.report(), parts(core), snapshot, times)
+        snapshot = manager.snapshot(stored=() if core.storage is None else core.storage.known)
+        shown = state(manager.report(), parts(core), snapshot, manager.config.block_bytes, times)
         return Response(msgspec.json.encode(shown), media_type="application/json")
 
 

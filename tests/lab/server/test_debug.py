@@ -27,10 +27,12 @@ def test_page_is_one_document_that_may_fetch_from_its_server_alone(server):
 
 def test_state_lists_the_runs_of_a_prompt(server):
     server.complete(prompt=PROMPT)
-    cache = state_of(server)["cache"]
+    state = state_of(server)
+    cache = state["cache"]
     assert cache["block_size"] == 4
     assert cache["device"]["cached"] == sum(len(run["device_slots"]) for run in cache["runs"]) > 8
     assert cache["device"]["size"] == 64
+    assert state["block_bytes"] == 0, "neither known nor copied"
     assert (cache["num_requests"], cache["host"]["size"]) == (0, 16)
     assert cache["runs"][0]["parent"] is None
 
