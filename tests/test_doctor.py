@@ -330,8 +330,8 @@ def test_what_a_storage_directory_holds_stays_as_it_is(storage_doctor, tmp_path)
     server.put(keys(1, 2), values(keys(1, 2)))
 
     def content():
-        files = sorted(path for path in (tmp_path / "kv").rglob("*") if path.is_file())
-        return [(path, path.read_bytes()) for path in files], sorted((tmp_path / "kv").iterdir())
+        files = sorted(path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.name != "used")
+        return [(path, path.read_bytes()) for path in files], sorted((tmp_path / "kv").iterdir()), server._used.read()
 
     before = content()
     assert storage_doctor()[0] == 0
@@ -370,7 +370,7 @@ EMPTY = ["format", "tmp", "used"]
         ),
         (FileBackend, "get", change_one, "64 came back, and 63 unchanged", EMPTY),
         (FileBackend, "remove", lambda *_: None, "a value that was removed is still there", None),
-        (file_backend, "open_directory", lambda *_: None, "cannot be written to", None),
+        (file_backend, "open_directory", lambda path, _: path.mkdir(exist_ok=True), "cannot be written to", None),
     ],
 )
 def test_a_directory_that_does_not_keep_what_it_is_given_is_a_problem(

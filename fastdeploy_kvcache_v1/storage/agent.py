@@ -105,13 +105,15 @@ class StorageAgent(LaneAgent):
         start = time.perf_counter()
         keys, buffers = self._values(command)
         arrived = backend.get(keys, buffers)
-        num_good = 0
-        while num_good < arrived and is_sealed(buffers[num_good], keys[num_good], namespace=backend.namespace_digest):
-            num_good += 1
+        damaged = []
+        for number in range(arrived):
+            if not is_sealed(buffers[number], keys[number], namespace=backend.namespace_digest):
+                damaged.append(number)
             _let_others_run()
-        if num_good < arrived:
+        num_good = damaged[0] if damaged else arrived
+        if damaged:
             logger.warning("checksum mismatch in stored block %s: ignored, it will be recomputed", keys[num_good])
-            backend.remove([keys[num_good]])
+            backend.remove_damaged([keys[number] for number in damaged])
         self._refilled(command.slots[:num_good])
         seconds = time.perf_counter() - start
         num_bytes = sum(map(len, buffers[:num_good]))

@@ -84,6 +84,10 @@ class StorageBackend(ABC):
     def remove(self, keys: Sequence[StoreKey]) -> None:
         """Forget the values of `keys`, as far as they are stored."""
 
+    def remove_damaged(self, keys: Sequence[StoreKey]) -> None:
+        """As `remove`: a load found bytes that were never put under `keys`, and others may be damaged, too."""
+        self.remove(keys)
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -50,6 +50,21 @@ def test_a_block_with_wrong_bytes_is_a_miss_and_is_forgotten(machine, bytes_, wh
     backend.close()
 
 
+def test_all_blocks_of_a_load_that_are_damaged_are_forgotten(machine):
+    server = machine()
+    server.store(*BLOCKS)
+    backend = server.connect(namespace())
+    for number in (0, 2):
+        backend.remove([KEYS[number]])
+        assert backend.put([KEYS[number]], [flipped(sealed(KEYS[number]))]) == 1
+    server.faults["remove_damaged"] = (told := []).extend
+    (done,) = server.load(*BLOCKS)
+    assert (done.num_arrived, done.is_damaged) == (0, True)
+    assert told == [KEYS[0], KEYS[2]]
+    assert [backend.count_stored([key]) for key in KEYS[:3]] == [0, 1, 0]
+    backend.close()
+
+
 def test_with_several_ranks_a_block_is_stored_once_it_is_committed(machine):
     server = machine(ranks=2)
     server.store(*BLOCKS)

@@ -16,10 +16,10 @@ from tqdm import tqdm
 from ...config import GIB
 from ...errors import ConfigError, StorageError
 from ..namespace import FORMAT_VERSION
-from .directory import COUNTER, FORMAT, has_format, remove_abandoned
+from .directory import FORMAT, SIZES, has_format, remove_abandoned
 from .inventory import amount, inventory
-from .shared_counter import SharedCounter
-from .value_files import StoredFile, delete_values, namespaces, remove_if_empty, stored_files
+from .shard_sizes import ShardSizes
+from .value_files import StoredFile, delete_files, list_shard, namespaces, remove_if_empty, shards, stored_files
 
 DAY_NS = 24 * 60 * 60 * 10**9
 SHOWN_DAMAGED = 10
@@ -98,18 +98,18 @@ def _verify(args: argparse.Namespace) -> Outcome:
     directory: Path = args.kvcache_storage_dir
     files = list(stored_files(directory))
     found = verified(_with_progress(files))
-    damaged = {file.path for file in found.damaged}
-    deleted = 0
-    if damaged and args.repair:
-        with _counter(directory) as used:
-            deleted = delete_values(directory, used, lambda file, _: file.path in damaged).deleted_values
-    names = [str(Path(path).relative_to(directory)) for path in sorted(damaged)]
+    names = sorted(str(Path(file.path).relative_to(directory)) for file in found.damaged)
+    if args.repair:
+        with contextlib.closing(ShardSizes(directory / SIZES)) as sizes:
+            delete_files(found.damaged, sizes)
+            for shard in {file.shard for file in found.damaged}:
+                list_shard(directory, shard, sizes)  # sizes of damaged values are wrong
     result = {
         "values": found.num_values,
         "bytes": found.num_bytes,
         "vanished_values": found.num_vanished,
         "damaged_values": len(names),
-        "deleted_values": deleted,
+        "deleted_values": len(names) if args.repair else 0,
         "damaged": names,
     }
     end = "none damaged" if not names else f"{len(names)} damaged" + (", deleted" if args.repair else "")
@@ -151,23 +151,33 @@ def _clear(args: argparse.Namespace) -> Outcome:
 def _deletion(
     args: argparse.Namespace, is_unwanted: Callable[[StoredFile, int], bool], only: str | None = None
 ) -> Outcome:
-    """Empty namespaces go too, of which `only` names the one that may."""
+    """`is_unwanted` is asked about each value, least recently used first, with the bytes that are still stored.
+
+    Empty namespaces go too, of which `only` names the one that may.
+    """
     directory: Path = args.kvcache_storage_dir
-    with _counter(directory) as used, used.exclusive():
-        done = delete_values(directory, used, is_unwanted)
-        gone = [path.name for path in namespaces(directory) if only in (None, path.name) and remove_if_empty(path)]
+    with contextlib.closing(ShardSizes(directory / SIZES)) as sizes:
+        files = sorted(file for shard in shards(directory, sizes) for file in list_shard(directory, shard, sizes))
+        num_bytes = left = sum(file.num_bytes for file in files)
+        unwanted = []
+        for file in files:
+            if is_unwanted(file, left):
+                unwanted.append(file)
+                left -= file.num_bytes
+        delete_files(unwanted, sizes)
+        with sizes.exclusive():
+            gone = [path.name for path in namespaces(directory) if only in (None, path.name) and remove_if_empty(path)]
     remove_abandoned(directory)
+    num_left = len(files) - len(unwanted)
     text = (
-        f"deleted {amount(done.deleted_values, done.deleted_bytes)}, and {len(gone)} empty namespaces\n"
-        f"{amount(done.values, done.bytes)} are left"
+        f"deleted {amount(len(unwanted), num_bytes - left)}, and {len(gone)} empty namespaces\n"
+        f"{amount(num_left, left)} are left"
     )
-    return Outcome({**done._asdict(), "deleted_namespaces": gone}, text)
-
-
-@contextlib.contextmanager
-def _counter(directory: Path) -> Iterator[SharedCounter]:
-    used = SharedCounter(directory / COUNTER)
-    try:
-        yield used
-    finally:
-        used.close()
+    result = {
+        "deleted_values": len(unwanted),
+        "deleted_bytes": num_bytes - left,
+        "values": num_left,
+        "bytes": left,
+        "deleted_namespaces": gone,
+    }
+    return Outcome(result, text)

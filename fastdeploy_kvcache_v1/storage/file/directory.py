@@ -1,10 +1,10 @@
 """A storage directory: what lies where in it, and whose it is.
 
     DIR/format                         which version wrote this directory
-    DIR/used                           bytes of all values, see `SharedCounter`
+    DIR/used                           bytes of the values in each shard, see `ShardSizes`
     DIR/tmp/                           files that are being written
     DIR/NAMESPACE/manifest.json        what the namespace stands for; its name is 32 hexadecimal digits
-    DIR/NAMESPACE/ab/KEY               one value; ab are the first two characters of its key
+    DIR/NAMESPACE/ab/KEY               one value, in the shard ab: the first two characters of its key
 
 Processes share it: any file and any directory may appear or vanish at any time.
 """
@@ -15,40 +15,64 @@ import contextlib
 import logging
 import os
 import re
+import secrets
+import shlex
 import shutil
 import stat
-import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import ConfigError
 from ..namespace import FORMAT_VERSION, Namespace
-from .shared_counter import SharedCounter
+from .shard_sizes import ShardSizes
 
 __all__ = [
-    "COUNTER",
     "FORMAT",
+    "FUTURE_S",
     "MANIFEST",
+    "SIZES",
     "TEMPORARY",
+    "Identity",
     "has_format",
     "make_directories",
     "open_directory",
+    "recognize",
     "remove_abandoned",
+    "temporary_name",
 ]
 
 logger = logging.getLogger(__name__)
 
-FORMAT, COUNTER, TEMPORARY, MANIFEST = "format", "used", "tmp", "manifest.json"
+FORMAT, SIZES, TEMPORARY, MANIFEST = "format", "used", "tmp", "manifest.json"
 
 ABANDONED_S = 600.0
 """A file in `tmp/` that nobody wrote to for so long was left behind by a process that ended."""
+
+FUTURE_S = 60.0
+"""A time so far ahead is of a clock that was wrong."""
 
 ROOT = 0
 """The user who can plant blocks anyway."""
 
 _FORMAT_TEXT = f"fastdeploy-kvcache-v1 storage {FORMAT_VERSION}\n"
-_FORMAT_FILE = re.compile(rf"{FORMAT}(\.\d+\.\d+)?")
-"""Also while it is being written."""
+_HALF_FORMAT = re.compile(rf"{FORMAT}\.[0-9a-f.]+")
+"""While it is being written."""
+
+
+class Identity(NamedTuple):
+    """Of a directory: whether it is another one, or its owner or mode has changed."""
+
+    device: int
+    inode: int
+    mode: int
+    owner: int
+
+    @classmethod
+    def of(cls, directory: Path) -> Identity:
+        """Raises `OSError`."""
+        status = directory.stat()
+        return cls(status.st_dev, status.st_ino, status.st_mode, status.st_uid)
 
 
 def has_format(directory: Path) -> bool:
@@ -62,7 +86,8 @@ def has_format(directory: Path) -> bool:
     if found != _FORMAT_TEXT:
         raise ConfigError(
             f"the storage directory {directory} was written by another version ({found.strip()!r:.80}, this one writes "
-            f"{_FORMAT_TEXT.strip()!r}): name another directory, or delete this one"
+            f"{_FORMAT_TEXT.strip()!r}): name another directory, or delete it: "
+            f"rm -r {shlex.quote(str(directory))}"
         )
     return True
 
@@ -76,7 +101,7 @@ def check_directory(directory: Path) -> None:
             raise _not_made(directory, error) from None
 
 
-def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | None:
+def open_directory(directory: Path, namespace: Namespace) -> ShardSizes | None:
     """Make what is missing for values of `namespace`. None if `directory` is a storage directory, but read-only.
 
     Raises `ConfigError` when it holds anything else, another version wrote it, it cannot be made, or other users own it
@@ -95,7 +120,7 @@ def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | Non
 def _is_ours(directory: Path) -> bool:
     """False if it is empty, or not there. Raises `ConfigError` for anything else."""
     try:
-        is_empty = all(_FORMAT_FILE.fullmatch(name) for name in os.listdir(directory))
+        is_empty = all(name == FORMAT or _HALF_FORMAT.fullmatch(name) for name in os.listdir(directory))
     except FileNotFoundError:
         is_empty = True
     except OSError as error:
@@ -110,24 +135,39 @@ def _not_made(directory: Path, error: OSError) -> ConfigError:
     return ConfigError(f"the storage directory {directory} cannot be made: {error.strerror}")
 
 
-def _made(directory: Path, namespace: Namespace) -> SharedCounter:
+def recognize(directory: Path, opened: Identity) -> None:
+    """Check a directory again that may not be what was opened. Raises `ConfigError` where a start would refuse it, or
+    where it is, or would be made, on another disk: its own was unmounted. Raises `OSError`.
+    """
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    found = Identity.of(place)
+    if found.device != opened.device:
+        raise ConfigError(f"the disk of the storage directory {directory} is gone: mount it, or restart the server")
+    if place == directory and found != opened:
+        _is_ours(directory)
+        _require_private(directory)
+
+
+def _made(directory: Path, namespace: Namespace) -> ShardSizes:
     _make_root(directory)
-    used = SharedCounter(directory / COUNTER)
+    with contextlib.suppress(FileNotFoundError):
+        _require_private(directory / namespace.digest)
+    sizes = ShardSizes(directory / SIZES)
     try:
-        make_directories(directory, namespace, used)
-    except OSError:
-        used.close()
+        make_directories(directory, namespace, sizes)
+    except BaseException:
+        sizes.close()
         raise
-    return used
+    return sizes
 
 
-def make_directories(directory: Path, namespace: Namespace, used: SharedCounter) -> None:
+def make_directories(directory: Path, namespace: Namespace, sizes: ShardSizes) -> None:
     """Make what is missing for values of `namespace`. Raises `OSError`, and `ConfigError` as `open_directory`.
 
-    Directories of namespaces are made and removed only by processes that have locked `used`.
+    Directories of namespaces are made and removed only by processes that have locked `sizes`.
     """
     _make_root(directory)
-    with used.exclusive():
+    with sizes.exclusive():
         for made in (directory / TEMPORARY, directory / namespace.digest):
             made.mkdir(mode=0o700, exist_ok=True)
         _write_text(directory / namespace.digest / MANIFEST, namespace.manifest(), directory / TEMPORARY)
@@ -135,7 +175,9 @@ def make_directories(directory: Path, namespace: Namespace, used: SharedCounter)
 
 def _make_root(directory: Path) -> None:
     """Raises `OSError`, and `ConfigError` for a directory that is not private."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not directory.exists():
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        logger.info("made the storage directory %s: %d GiB free", directory, shutil.disk_usage(directory).free >> 30)
     _require_private(directory)  # now that it is there: another user may have made it just before
     _write_text(directory / FORMAT, _FORMAT_TEXT, directory)
 
@@ -143,8 +185,11 @@ def _make_root(directory: Path) -> None:
 def _require_private(directory: Path) -> None:
     """Whoever owns it or can write to it can plant blocks that pass every check. Raises `ConfigError` and `OSError`."""
     status = directory.stat()
-    if status.st_mode & stat.S_IWOTH:
-        raise ConfigError(f"other users can write to the storage directory {directory}: chmod 700 it, or name another")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"other users can write to the storage directory {directory} (mode {stat.S_IMODE(status.st_mode):o}): "
+            "chmod 700 it, or name another"
+        )
     if status.st_uid not in (ROOT, os.geteuid()):
         raise ConfigError(
             f"the storage directory {directory} belongs to user {status.st_uid}, and this process to user "
@@ -157,28 +202,41 @@ def _write_text(path: Path, text: str, temporary_directory: Path) -> None:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if path.read_text() == text:
             return
-    temporary = temporary_directory / f"{path.name}.{os.getpid()}.{threading.get_native_id()}"
-    with contextlib.suppress(FileNotFoundError):
-        temporary.unlink()  # of a process that had this number before
+    temporary = temporary_directory / f"{path.name}.{temporary_name()}"
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with open(file, "w") as opened:
-        opened.write(text)
-    temporary.rename(path)
+    try:
+        with open(file, "w") as opened:
+            opened.write(text)
+        temporary.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def temporary_name() -> str:
+    """That no other process has: in containers, processes have the same numbers."""
+    return secrets.token_hex(8)
 
 
 def remove_abandoned(directory: Path) -> None:
     """Delete what processes that ended have left half written."""
-    limit = time.time() - ABANDONED_S
-    temporary = directory / TEMPORARY
+    now = time.time()
+    for parent, name in ((directory, _HALF_FORMAT), (directory / TEMPORARY, re.compile(".*"))):
+        with contextlib.suppress(OSError):
+            if parent != directory and parent.is_symlink():
+                continue
+            with os.scandir(parent) as entries:
+                for entry in entries:
+                    if name.fullmatch(entry.name):
+                        _remove_if_abandoned(entry, now)
+
+
+def _remove_if_abandoned(entry: os.DirEntry[str], now: float) -> None:
     with contextlib.suppress(OSError):
-        if temporary.is_symlink():
+        if now - ABANDONED_S <= entry.stat(follow_symlinks=False).st_mtime <= now + FUTURE_S:
             return
-        with os.scandir(temporary) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_mtime >= limit:
-                        continue
-                    if entry.is_dir(follow_symlinks=False):  # it lay in the place of a value
-                        shutil.rmtree(entry.path)
-                    else:
-                        os.unlink(entry.path)
+        if entry.is_dir(follow_symlinks=False):  # it lay in the place of a value
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)

@@ -3,6 +3,9 @@
 `directory.py` shows what lies where. The file system is the index, the allocator and the transaction: a value appears
 by `rename`, so a process may end at any moment, and a reader keeps a file that is deleted meanwhile. What a crash of
 the machine leaves half written is found by its checksum. Modification times are the order of eviction, as in ccache.
+
+A value is counted in its shard (`ShardSizes`) and appears under one short lock, so the directory never exceeds its
+capacity. Nothing else is locked: neither what is being written, nor a listing.
 """
 
 from __future__ import annotations
@@ -14,25 +17,31 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from ...errors import ConfigError, StorageError
 from ..base import StorageBackend, StoreKey
 from ..namespace import Namespace
-from .directory import FORMAT, MANIFEST, TEMPORARY, make_directories, open_directory, remove_abandoned
-from .value_files import delete_values, on_disk
+from .directory import (
+    FORMAT,
+    MANIFEST,
+    TEMPORARY,
+    Identity,
+    make_directories,
+    open_directory,
+    recognize,
+    remove_abandoned,
+    temporary_name,
+)
+from .eviction import NO_ROOM, Eviction
+from .value_files import on_disk
+from .verification import is_whole
 
 __all__ = ["FileBackend"]
 
 logger = logging.getLogger(__name__)
-
-KEPT_SHARE = 0.9
-"""Of the capacity, what an eviction leaves: each one lists the directory, so it makes room for many values."""
-
-FREE_SHARE, MOST_FREE_BYTES = 0.01, 1 << 30
-"""Of the file system, what stays free, at most so much: a full disk harms others more than a value is worth."""
 
 TOUCHED_S = 30.0
 """A value that was used is marked as used at most so often."""
@@ -40,14 +49,16 @@ TOUCHED_S = 30.0
 SILENCE_S = 60.0
 """Between two lines of the log about values that cannot be used."""
 
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+MOST_ATTEMPTS = 100
+"""Of a value, while other processes take the room that was made for it."""
 
 ERRORS_OF_A_VALUE = {errno.EIO, errno.ELOOP, errno.EACCES, errno.EISDIR, errno.ENXIO, errno.EBADMSG}
 """A bad sector, or what is no file of ours: other values can be read. All other errors are the store's."""
 
-MOST_UNUSABLE = 1024
+NO_DIRECTORY = (FileNotFoundError, NotADirectoryError)
+"""No value is there: its shard was deleted, or is something else now."""
 
-T = TypeVar("T")
+MOST_UNUSABLE = 1024
 
 
 class FileBackend(StorageBackend):
@@ -67,15 +78,18 @@ class FileBackend(StorageBackend):
         self._prefix = f"{self._root}{os.sep}"
         self._temporary = f"{directory / TEMPORARY}{os.sep}"
         self._needed = [str(path) for path in (directory / FORMAT, directory / TEMPORARY, self._root / MANIFEST)]
-        self._numbers = itertools.count()
         self._num_unsaid = 0
         self._silent_until = 0.0
         """Of values that were forgotten."""
-        self._has_said_full = False
-        """That the disk, and not the capacity, decides what is kept."""
         self._unusable: dict[StoreKey, int] = {}
         """Values that can neither be read nor deleted, and when their files last changed: another may be good."""
+        self._eviction = Eviction(directory, capacity_bytes)
         self._used = open_directory(directory, namespace)
+        try:
+            self._identity = Identity.of(directory)
+        except OSError as error:
+            self.close()
+            raise StorageError(f"cannot look into {directory}: {error.strerror}") from error
         if self.can_write:
             remove_abandoned(directory)
 
@@ -85,15 +99,17 @@ class FileBackend(StorageBackend):
         return self._used is not None
 
     def count_stored(self, keys: Sequence[StoreKey]) -> int:
+        self._recognize()
         for number, key in enumerate(keys):
             try:
-                if not self._is_there(key):
+                if self._status(key) is None:
                     return number
             except OSError as error:
                 raise StorageError(f"cannot look into {self._root}: {error.strerror}") from error
         return len(keys)
 
     def get(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> int:
+        self._recognize()
         now = time.time_ns()
         for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
             try:
@@ -101,7 +117,7 @@ class FileBackend(StorageBackend):
                     self._forget(key, "it has the wrong size")
                     return number
                 self._unusable.pop(key, None)
-            except FileNotFoundError:
+            except NO_DIRECTORY:
                 return number
             except OSError as error:
                 if error.errno in ERRORS_OF_A_VALUE:
@@ -111,6 +127,7 @@ class FileBackend(StorageBackend):
         return len(keys)
 
     def put(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> int:
+        self._recognize()
         if self._used is None:  # a full disk may have room again
             try:
                 self._used = open_directory(self.directory, self._namespace)
@@ -118,40 +135,35 @@ class FileBackend(StorageBackend):
                 raise StorageError(str(error)) from error
         if self._used is None:
             raise StorageError(f"{self.directory} cannot be written to")
-        missing = [(key, buffer) for key, buffer in zip(keys, buffers, strict=True) if not self._is_stored(key)]
-        if not missing:
-            return 0
-        self._make_what_was_deleted()
         try:
-            self._put(missing)
+            doubted_ns = self._used.doubted_ns
+            pairs = zip(keys, buffers, strict=True)
+            missing = [(key, buffer) for key, buffer in pairs if not self._is_stored(key, len(buffer), doubted_ns)]
+            if missing:
+                self._make_what_was_deleted()
+                self._put(missing)
         except OSError as error:
             raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
         return len(missing)
 
     def _put(self, missing: Sequence[tuple[StoreKey, memoryview]]) -> None:
-        """Reserve the bytes of all, and give back those that were not written."""
         assert self._used is not None
         sizes = [on_disk(len(buffer)) for _, buffer in missing]
-        written = 0
-        total = self._used.add(sum(sizes))
-        try:
-            self._make_room(sum(sizes), total)
-            for (key, buffer), size in zip(missing, sizes, strict=True):
-                try:
-                    self._write(key, buffer)
-                except OSError as error:
-                    if error.errno not in NO_ROOM:
-                        raise
-                    self._write_to_full_disk(key, buffer, sum(sizes) - written, written)
-                written += size
-            self.touch([key for key, _ in missing])  # the last block of a prefix is the first to go
-        finally:
-            with contextlib.suppress(OSError):
-                self._used.add(written - sum(sizes))
+        self._eviction.make_room(self._used, sum(sizes))
+        now = time.time_ns()
+        for number, (key, buffer) in enumerate(missing):
+            write = partial(self._write, key, buffer, now - number * 1000)  # a prefix's last block is the first to go
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                self._eviction.write_to_full_disk(self._used, write, left=sum(sizes[number:]), whole=sum(sizes))
 
     def touch(self, keys: Sequence[StoreKey]) -> None:
         if self._used is None:
             return
+        self._recognize()
         now = time.time_ns()
         for number, key in enumerate(keys):
             used_ns = now - number * 1000
@@ -159,20 +171,36 @@ class FileBackend(StorageBackend):
                 os.utime(self._path(key), ns=(used_ns, used_ns))
 
     def remove(self, keys: Sequence[StoreKey]) -> None:
+        self._recognize()
         for key in keys:
-            path = self._path(key)
             try:
-                status = os.lstat(path)
-                if stat.S_ISDIR(status.st_mode):
-                    os.rename(path, self._temporary_path())
-                else:
-                    os.unlink(path)
-                if self._used is not None and stat.S_ISREG(status.st_mode):
-                    self._used.add(-on_disk(status.st_size))
-            except FileNotFoundError:
+                self._remove(key)
+            except NO_DIRECTORY:
                 continue
             except OSError as error:
                 raise StorageError(f"cannot delete from {self._root}: {error.strerror}") from error
+
+    def _remove(self, key: StoreKey) -> None:
+        path = self._path(key)
+        with contextlib.nullcontext() if self._used is None else self._used.exclusive():
+            status = os.lstat(path)
+            if stat.S_ISDIR(status.st_mode):
+                os.rename(path, self._temporary_path())
+            else:
+                os.unlink(path)
+            if self._used is not None and stat.S_ISREG(status.st_mode):
+                self._used.add(key[:2], -on_disk(status.st_size))
+
+    def remove_damaged(self, keys: Sequence[StoreKey]) -> None:
+        """Also doubts every value that was used before this: `put` verifies it before it counts as stored. A crash of
+        the machine damages many values at once.
+        """
+        self.remove(keys)
+        if self._used is not None:
+            try:
+                self._used.doubt()
+            except OSError as error:
+                raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
 
     def close(self) -> None:
         if self._used is not None:
@@ -182,30 +210,47 @@ class FileBackend(StorageBackend):
         return f"{self._prefix}{key[:2]}{os.sep}{key}"
 
     def _temporary_path(self) -> str:
-        return f"{self._temporary}{os.getpid()}.{id(self):x}.{next(self._numbers)}"
+        return f"{self._temporary}{temporary_name()}"
 
-    def _is_stored(self, key: StoreKey) -> bool:
+    def _recognize(self) -> None:
+        """Raises `StorageError` if the directory is no longer what was opened, and a start would refuse it."""
+        try:
+            if Identity.of(self.directory) != self._identity:
+                recognize(self.directory, self._identity)
+                self._identity = Identity.of(self.directory)
+        except FileNotFoundError:
+            pass  # its values are misses, and `put` makes it again
+        except ConfigError as error:
+            raise StorageError(str(error)) from error
+        except OSError as error:
+            raise StorageError(f"cannot look into {self.directory}: {error.strerror}") from error
+
+    def _is_stored(self, key: StoreKey, num_bytes: int, doubted_ns: int) -> bool:
         """And in use now."""
         with contextlib.suppress(OSError):
-            if self._is_there(key):
-                os.utime(self._path(key))
-                return True
+            status, path = self._status(key), self._path(key)
+            if status is None or status.st_size != num_bytes:
+                return False
+            if status.st_mtime_ns < doubted_ns and not is_whole(path, self.namespace_digest):
+                return False
+            os.utime(path)
+            return True
         return False
 
-    def _is_there(self, key: StoreKey) -> bool:
-        """Raises `OSError` when the directory fails."""
+    def _status(self, key: StoreKey) -> os.stat_result | None:
+        """None if no value is there. Raises `OSError` when the directory fails."""
         try:
             status = os.lstat(self._path(key))
             if stat.S_ISREG(status.st_mode):
-                return self._unusable.get(key) != status.st_mtime_ns
+                return status if self._unusable.get(key) != status.st_mtime_ns else None
             self._forget(key, "it is not a file")
-        except FileNotFoundError:
+        except NO_DIRECTORY:
             pass
         except OSError as error:
             if error.errno not in ERRORS_OF_A_VALUE:
                 raise
             self._forget(key, error.strerror)
-        return False
+        return None
 
     def _read(self, path: str, buffer: memoryview, used_ns: int) -> bool:
         """True if the file has exactly the bytes that fill `buffer`. One `fstat` serves both questions."""
@@ -214,7 +259,7 @@ class FileBackend(StorageBackend):
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_size != len(buffer) or not _fill(buffer, file):
                 return False
-            if self.can_write and used_ns - status.st_mtime_ns > TOUCHED_S * 1e9:
+            if self.can_write and abs(used_ns - status.st_mtime_ns) > TOUCHED_S * 1e9:
                 with contextlib.suppress(OSError):
                     os.utime(file, ns=(used_ns, used_ns))
             return True
@@ -244,31 +289,58 @@ class FileBackend(StorageBackend):
             logger.warning("%s is ignored (%s): its block is a miss%s", self._path(key), why, more)
             self._num_unsaid, self._silent_until = 0, now + SILENCE_S
 
-    def _write(self, key: StoreKey, buffer: memoryview) -> None:
-        temporary, path = self._temporary_path(), self._path(key)
+    def _write(self, key: StoreKey, buffer: memoryview, used_ns: int) -> None:
+        assert self._used is not None
+        temporary = self._temporary_path()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = self._in_directories(path, lambda: os.open(temporary, flags, 0o600))
+        try:
+            file = os.open(temporary, flags, 0o600)
+        except FileNotFoundError:
+            self._make_what_was_deleted()
+            file = os.open(temporary, flags, 0o600)
         try:
             try:
                 _write(file, buffer)
+                with contextlib.suppress(OSError):
+                    os.utime(file, ns=(used_ns, used_ns))
             finally:
                 os.close(file)
-            self._in_directories(path, lambda: os.rename(temporary, path))
+            attempts = itertools.count(1)
+            while not self._commit(key, temporary, on_disk(len(buffer))):  # others have stored meanwhile
+                if next(attempts) > MOST_ATTEMPTS:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._eviction.make_room(self._used, on_disk(len(buffer)))
             self._unusable.pop(key, None)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
 
-    def _in_directories(self, path: str, act: Callable[[], T]) -> T:
-        """Result of `act`, which needs the directory of `path` and `tmp/`. They are made when they are missing."""
+    def _commit(self, key: StoreKey, temporary: str, num_bytes: int) -> bool:
+        """Count the value, then let it appear: a process that ends between has counted too much. False: it would exceed
+        the capacity.
+        """
         assert self._used is not None
-        with contextlib.suppress(FileNotFoundError):
-            return act()
-        with self._used.exclusive():  # nobody removes them meanwhile
-            self._make_what_was_deleted()
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            return act()
+        path, shard = self._path(key), key[:2]
+        with self._used.exclusive():
+            replaced = 0
+            with contextlib.suppress(*NO_DIRECTORY):
+                replaced = on_disk(os.lstat(path).st_size)
+            if self._used.read() + num_bytes - replaced > self.capacity_bytes:
+                return False
+            self._used.add(shard, num_bytes - replaced)
+            try:
+                try:
+                    os.rename(temporary, path)
+                except NO_DIRECTORY:
+                    self._make_what_was_deleted()
+                    _make_shard(os.path.dirname(path))
+                    os.rename(temporary, path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._used.add(shard, replaced - num_bytes)
+                raise
+        return True
 
     def _make_what_was_deleted(self) -> None:
         """Other processes, and people, delete directories that servers use."""
@@ -276,73 +348,19 @@ class FileBackend(StorageBackend):
         if all(map(os.path.exists, self._needed)):
             return
         try:
+            recognize(self.directory, self._identity)
             make_directories(self.directory, self._namespace, self._used)
-        except OSError as error:
-            raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
+            self._identity = Identity.of(self.directory)
         except ConfigError as error:  # another user's directory now
             raise StorageError(str(error)) from error
 
-    # ---- capacity
 
-    def _make_room(self, num_bytes: int, total: int) -> None:
-        """For `num_bytes` that make it `total`: if that is too much, the values go that were not used for longest."""
-        assert self._used is not None
-        limit = min(self.capacity_bytes, total - num_bytes + _free_bytes(self.directory))
-        if total <= limit:
-            return
-        if num_bytes > self.capacity_bytes:
-            raise StorageError(
-                f"{num_bytes} bytes at once do not fit {self.directory}, whose capacity is {self.capacity_bytes}"
-            )
-        if num_bytes > limit:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if limit < self.capacity_bytes:
-            self._say_disk_is_full(limit)
-        with self._used.exclusive():
-            if self._used.read() > limit:  # else another process has made room meanwhile
-                self._evict(limit, num_bytes)
-
-    def _write_to_full_disk(self, key: StoreKey, buffer: memoryview, num_bytes: int, written: int) -> None:
-        """The disk, or a quota on it, had no room for the last `num_bytes` of a put, after `written` bytes of it: there
-        is room for what is stored now, and no more. Raises `OSError` if the put itself would have to make room.
-
-        One process after the other tries again, since the ranks of a server fill a disk at the same time, and what the
-        first one deletes is room for all.
-        """
-        assert self._used is not None
-        with self._used.exclusive():
-            try:
-                return self._write(key, buffer)
-            except OSError as error:
-                limit = self._used.read() - num_bytes
-                if error.errno not in NO_ROOM or int(limit * KEPT_SHARE) < num_bytes + written:
-                    raise
-            self._say_disk_is_full(limit)
-            self._evict(limit, num_bytes)
-            self._write(key, buffer)
-
-    def _evict(self, limit: int, num_bytes: int) -> None:
-        """Reserve `num_bytes`, which are counted already, within `limit`."""
-        assert self._used is not None
-        kept = max(0, int(limit * KEPT_SHARE) - num_bytes)
-        delete_values(self.directory, self._used, lambda _, stored: stored > kept, reserved=num_bytes)
-
-    def _say_disk_is_full(self, limit: int) -> None:
-        if not self._has_said_full:
-            self._has_said_full = True
-            logger.warning(
-                "the disk of %s is full: evicting the oldest values, capacity %d MiB instead of %d",
-                self.directory,
-                limit >> 20,
-                self.capacity_bytes >> 20,
-            )
-
-
-def _free_bytes(directory: Path) -> int:
-    """Of its file system, beyond what stays free."""
-    status = os.statvfs(directory)
-    reserve = min(MOST_FREE_BYTES, int(status.f_blocks * status.f_frsize * FREE_SHARE))
-    return status.f_bavail * status.f_frsize - reserve
+def _make_shard(path: str) -> None:
+    """Make the directory of a shard, in place of anything else. Raises `OSError`."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+    os.makedirs(path, mode=0o700, exist_ok=True)
 
 
 def _fill(buffer: memoryview, file: int) -> bool:

@@ -29,6 +29,8 @@ class NamespaceContent:
     num_bytes: int
     last_used: datetime | None
     """None for an empty namespace."""
+    num_future: int
+    """Values whose time of use is in the future, which are the next to be evicted."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -37,6 +39,7 @@ class NamespaceContent:
             "values": self.num_values,
             "bytes": self.num_bytes,
             "last_used": None if self.last_used is None else self.last_used.isoformat(),
+            "from_the_future": self.num_future,
         }
 
     def __str__(self) -> str:
@@ -46,6 +49,8 @@ class NamespaceContent:
             content = (
                 f"{amount(self.num_values, self.num_bytes)}, last used {self.last_used.astimezone():%Y-%m-%d %H:%M}"
             )
+        if self.num_future:
+            content += f", {self.num_future:,} from the future: check the clock"
         try:
             description = _description(self.manifest or {})
         except (KeyError, TypeError):
@@ -60,7 +65,8 @@ def inventory(directory: Path) -> list[NamespaceContent]:
         files = list(values_of(path))
         last_used = datetime.fromtimestamp(max(files).used_ns // 10**9, tz=timezone.utc) if files else None
         num_bytes = sum(file.num_bytes for file in files)
-        found.append(NamespaceContent(path.name, _manifest(path), len(files), num_bytes, last_used))
+        num_future = sum(not file.used_ns for file in files)
+        found.append(NamespaceContent(path.name, _manifest(path), len(files), num_bytes, last_used, num_future))
     return found
 
 

@@ -8,25 +8,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .directory import MANIFEST
-from .shared_counter import SharedCounter
+from .directory import FUTURE_S, MANIFEST
+from .shard_sizes import POLL_S, ShardSizes
 
 __all__ = [
-    "Deletion",
     "StoredFile",
-    "delete_values",
+    "delete_files",
+    "list_shard",
     "namespaces",
     "on_disk",
     "remove_if_empty",
+    "shards",
     "stored_files",
-    "values_of",
 ]
 
 PAGE = 4096
+
+SLICE = 32
+"""Values that are deleted under one lock, in some milliseconds."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
@@ -36,7 +40,7 @@ class StoredFile(NamedTuple):
     """One value as a directory listing shows it."""
 
     used_ns: int
-    """When it was used last."""
+    """When it was used last. 0 if that is in the future: it was not used since the clock was set right."""
     num_bytes: int
     """On the disk."""
     path: str
@@ -46,14 +50,9 @@ class StoredFile(NamedTuple):
         """Digest of the namespace it is in."""
         return self.path.rsplit(os.sep, 3)[1]
 
-
-class Deletion(NamedTuple):
-    """What `delete_values` did, and what it left."""
-
-    deleted_values: int
-    deleted_bytes: int
-    values: int
-    bytes: int
+    @property
+    def shard(self) -> str:
+        return self.path.rsplit(os.sep, 2)[1]
 
 
 def namespaces(directory: Path) -> list[Path]:
@@ -61,28 +60,52 @@ def namespaces(directory: Path) -> list[Path]:
     return sorted(Path(path) for path in _directories(directory, _NAMESPACE))
 
 
+def shards(directory: Path, sizes: ShardSizes) -> list[str]:
+    """Shards with a directory in any namespace, or with bytes that must be counted anew."""
+    paths = (path for namespace in namespaces(directory) for path in _directories(namespace, _SHARD))
+    return sorted({*map(os.path.basename, paths), *sizes.filled()})
+
+
 def stored_files(directory: Path) -> Iterator[StoredFile]:
     """Every value of every namespace in `directory`; O(values)."""
-    for namespace in _directories(directory, _NAMESPACE):
+    for namespace in namespaces(directory):
         yield from values_of(namespace)
 
 
-def values_of(namespace: str | Path) -> Iterator[StoredFile]:
+def values_of(namespace: Path) -> Iterator[StoredFile]:
     """Every value in the directory of one namespace."""
     for shard in _directories(namespace, _SHARD):
-        with contextlib.suppress(FileNotFoundError), os.scandir(shard) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        yield StoredFile(status.st_mtime_ns, on_disk(status.st_size), entry.path)
+        yield from _values_in(shard)
 
 
-def _directories(parent: str | Path, name: re.Pattern[str]) -> Iterator[str]:
+def _directories(parent: Path, name: re.Pattern[str]) -> Iterator[str]:
     with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
         for entry in entries:
             if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 yield entry.path
+
+
+def list_shard(directory: Path, shard: str, sizes: ShardSizes) -> list[StoredFile]:
+    """Every value of a shard, in all namespaces, without a lock. Corrects its number of bytes."""
+    changes = sizes.changes(shard)
+    found = _directories(directory, _NAMESPACE)
+    files = [file for namespace in found for file in _values_in(f"{namespace}{os.sep}{shard}")]
+    sizes.count(shard, sum(file.num_bytes for file in files), changes)
+    return files
+
+
+def _values_in(shard: str) -> Iterator[StoredFile]:
+    future_ns = time.time_ns() + int(FUTURE_S * 1e9)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.islink(shard):
+            return
+        with os.scandir(shard) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        used_ns = status.st_mtime_ns if status.st_mtime_ns <= future_ns else 0
+                        yield StoredFile(used_ns, on_disk(status.st_size), entry.path)
 
 
 def on_disk(num_bytes: int) -> int:
@@ -90,33 +113,22 @@ def on_disk(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def delete_values(
-    directory: Path, used: SharedCounter, is_unwanted: Callable[[StoredFile, int], bool], *, reserved: int = 0
-) -> Deletion:
-    """Delete every value that `is_unwanted`, and set `used` to the bytes of the others, and those that are `reserved`.
-    Raises `OSError`.
-
-    It is asked about each value, least recently used first, with the bytes that are still stored. `used` is locked
-    meanwhile, so servers that store wait. O(n log n) for n values.
-    """
-    with used.exclusive():
-        files = sorted(stored_files(directory))
-        num_bytes = left = sum(file.num_bytes for file in files)
-        deleted = 0
-        for file in files:
-            if is_unwanted(file, left):
+def delete_files(files: Sequence[StoredFile], sizes: ShardSizes) -> None:
+    """In slices, so that no server waits long for the lock. Raises `OSError`."""
+    for first in range(0, len(files), SLICE):
+        if first:
+            time.sleep(2 * POLL_S)  # who waits for the lock gets it
+        with sizes.exclusive():
+            for file in files[first : first + SLICE]:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(file.path)
-                deleted += 1
-                left -= file.num_bytes
-        used.write(left + reserved)
-    return Deletion(deleted, num_bytes - left, len(files) - deleted, left)
+                    sizes.add(file.shard, -file.num_bytes)
 
 
 def remove_if_empty(namespace: Path) -> bool:
     """Remove the directory of a namespace that holds no value; True if it is gone. Raises `OSError`.
 
-    A server makes it again. The caller has locked the counter of the storage directory, or is the only one who uses
+    A server makes it again. The caller has locked the sizes of the storage directory, or is the only one who uses
     this namespace.
     """
     for shard in _directories(namespace, _SHARD):

@@ -11,7 +11,7 @@ from ..base import StoreKey
 from ..seal import TRAILER_BYTES, is_sealed
 from .value_files import StoredFile
 
-__all__ = ["Verified", "verified"]
+__all__ = ["Verified", "is_whole", "verified"]
 
 
 class Verified(NamedTuple):
@@ -30,7 +30,7 @@ def verified(files: Iterable[StoredFile]) -> Verified:
     damaged = []
     for file in files:
         try:
-            if not _is_whole(file):
+            if not is_whole(file.path, file.namespace):
                 damaged.append(file)
         except FileNotFoundError:
             num_vanished += 1
@@ -40,16 +40,16 @@ def verified(files: Iterable[StoredFile]) -> Verified:
     return Verified(num_values, num_bytes, damaged, num_vanished)
 
 
-def _is_whole(stored: StoredFile) -> bool:
+def is_whole(path: str, namespace: str) -> bool:
+    """True if the file has the bytes that were sealed for its key in the namespace of that digest. Raises `OSError`."""
     try:
-        with open(stored.path, "rb", buffering=0, opener=_without_links) as file:
+        with open(path, "rb", buffering=0, opener=_without_links) as file:
             content = memoryview(file.read())
     except OSError as error:
         if error.errno == errno.EIO:  # the disk has lost the bytes
             return False
         raise
-    key = StoreKey(os.path.basename(stored.path))
-    return len(content) >= TRAILER_BYTES and is_sealed(content, key, namespace=stored.namespace)
+    return len(content) >= TRAILER_BYTES and is_sealed(content, StoreKey(os.path.basename(path)), namespace=namespace)
 
 
 def _without_links(path: str, flags: int) -> int:

@@ -3,6 +3,7 @@
 import os
 import time
 
+from fastdeploy_kvcache_v1.storage.file.shard_sizes import SHARDS
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from tests.storage.values import keys
 
@@ -43,3 +44,12 @@ def flip_a_byte(file):
     byte = file.read(1)
     file.seek(0)
     file.write(bytes([byte[0] ^ 1]))
+
+
+def check_sizes(backend):
+    """The conservation law: the bytes of each shard are those of its files."""
+    counted = dict.fromkeys(SHARDS, 0)
+    for file in stored_files(backend.directory):
+        counted[file.shard] += file.num_bytes
+    assert backend._used.unknown() == []
+    assert {shard: backend._used._shard(shard)[0] for shard in SHARDS} == counted

@@ -93,6 +93,17 @@ def test_prune_deletes_values_beyond_either_limit_oldest_first(server, storage, 
     assert stored(old, 1, 2, 3) + stored(new, 4, 5) == left
 
 
+def test_values_from_the_future_are_named_and_pruned(server, storage, directory, capsys):
+    backend = server(1, 2, 3)
+    for number in (1, 2):
+        age(backend, number, -DAY_S)
+    assert storage("info")[1]["namespaces"][0]["from_the_future"] == 2
+    assert cli.main(["storage", "info", "--kvcache-storage-dir", str(directory)]) == 0
+    assert ", 2 from the future: check the clock\n" in capsys.readouterr().out
+    assert storage("prune", "--older-than", "1")[1]["deleted_values"] == 2
+    assert stored(backend, 1, 2, 3) == [3]
+
+
 def test_what_prune_and_clear_delete_is_room_for_a_running_server(server, storage):
     backend = server(*range(4), capacity=4 * FILE_BYTES)
     for action in (["prune", "--to-gib", "0"], ["clear"]):
@@ -104,7 +115,7 @@ def test_what_prune_and_clear_delete_is_room_for_a_running_server(server, storag
 
 def test_a_wrong_count_is_corrected(server, storage):
     backend = server(1)
-    backend._used.write(99 * FILE_BYTES)
+    backend._used.add("00", 99 * FILE_BYTES)
     storage("prune", "--older-than", "1")
     assert backend._used.read() == FILE_BYTES
 
@@ -126,13 +137,16 @@ def test_a_namespace_is_removed_only_while_no_server_can_make_it_again(server, s
 
 def test_left_overs_of_killed_writers_go_and_files_being_written_stay(server, storage, directory):
     server(1)
-    left, fresh = directory / "tmp" / "1.2.3", directory / "tmp" / "1.2.4"
+    left, fresh, ahead = (directory / "tmp" / name for name in ("12ab", "34cd", "56ef"))
+    half = directory / "format.12ab"
     for action in (["prune", "--to-gib", "1"], ["clear"]):
-        for path in (left, fresh):
+        for path in (left, fresh, ahead, half):
             path.write_bytes(b"half")
         os.utime(left, (1, 1))
+        os.utime(half, (1, 1))
+        os.utime(ahead, (time.time() + DAY_S,) * 2)
         storage(*action)
-        assert (left.exists(), fresh.exists()) == (False, True)
+        assert [path.exists() for path in (left, fresh, ahead, half)] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import shutil
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage.file import directory
+from fastdeploy_kvcache_v1.storage.file import directory as storage_directory
+from fastdeploy_kvcache_v1.storage.file.directory import Identity
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from tests.forked import ended_well, start
 from tests.storage.file.stores import FILE_BYTES, used_by
-from tests.storage.values import got, namespace, put
+from tests.storage.values import got, keys, namespace, put
 
 
 @pytest.mark.process
@@ -45,7 +46,7 @@ def another_user(monkeypatch):
 
     def become():
         monkeypatch.setattr(os, "geteuid", lambda: ME + 1)
-        monkeypatch.setattr(directory, "ROOT", ME + 2)
+        monkeypatch.setattr(storage_directory, "ROOT", ME + 2)
 
     return become
 
@@ -57,9 +58,11 @@ ME = os.geteuid()
     # What is in the directory, its mode, whether another user opens it, and the refusal.
     ("files", "mode", "is_another", "refusal"),
     [
-        ({"format": "fastdeploy-kvcache-v1 storage 0\n"}, 0o700, False, "another version"),
+        ({"format": "fastdeploy-kvcache-v1 storage 0\n"}, 0o700, False, "another version.*, or delete it: rm -r /"),
         ({"letter.txt": "Dear"}, 0o700, False, "holds other files"),
-        ({}, 0o777, False, "other users can write"),
+        ({}, 0o777, False, r"other users can write to .* \(mode 777\): chmod 700 it"),
+        ({}, 0o770, False, r"\(mode 770\): chmod 700 it"),
+        ({}, 0o720, False, r"\(mode 720\): chmod 700 it"),
         ({}, 0o700, True, f"belongs to user {ME}, and this process to user {ME + 1}: chown it"),
     ],
 )
@@ -75,6 +78,90 @@ def test_a_directory_that_is_not_ours_alone_is_refused_and_left_as_it_is(
     with pytest.raises(ConfigError, match=refusal):
         FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
     assert {path.name: path.read_text() for path in (tmp_path / "kv").iterdir()} == files
+
+
+def test_a_namespace_that_others_can_write_to_is_refused(store, directory):
+    put(store(), 1)
+    (directory / namespace().digest).chmod(0o770)
+    with pytest.raises(ConfigError, match=rf"{namespace().digest} \(mode 770\): chmod 700 it"):
+        store()
+
+
+def replaced_by_another(backend):
+    shutil.rmtree(backend.directory)
+    backend.directory.mkdir()
+    (backend.directory / "letter").write_text("Dear")
+
+
+def replaced_by_a_file(backend):
+    shutil.rmtree(backend.directory)
+    backend.directory.write_text("Dear")
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (lambda backend: backend.directory.chmod(0o777), "other users can write"),
+        (replaced_by_another, "holds other files"),
+        (replaced_by_a_file, "Not a directory"),
+    ],
+    ids=["mode 777", "another directory", "a file"],
+)
+def test_what_a_start_refuses_a_running_server_does_not_use(store, change, refusal):
+    backend = store()
+    put(backend, 1)
+    change(backend)
+    before = sorted(backend.directory.parent.rglob("*"))
+    for use in (put, got, lambda store, number: store.count_stored(keys(number)), lambda store, number: remove(store)):
+        with pytest.raises(StorageError, match=refusal):
+            use(backend, 1)
+    assert sorted(backend.directory.parent.rglob("*")) == before
+
+
+def remove(backend):
+    backend.remove(keys(1))
+
+
+def test_a_directory_that_is_private_again_is_used_again(store):
+    backend = store()
+    put(backend, 1)
+    backend.directory.chmod(0o770)
+    with pytest.raises(StorageError, match="mode 770"):
+        put(backend, 2)
+    backend.directory.chmod(0o700)
+    assert put(backend, 2) == 1
+    assert got(backend, 1, 2) == 2
+
+
+@pytest.mark.parametrize("left", ["nothing", "the mount point"])
+def test_nothing_is_written_below_a_disk_that_is_unmounted(store, monkeypatch, left):
+    backend = store()
+    put(backend, 1)
+    shutil.rmtree(backend.directory)
+    if left == "the mount point":
+        backend.directory.mkdir()
+    below, on_disk = sorted(backend.directory.parent.iterdir()), Identity.of
+    monkeypatch.setattr(Identity, "of", lambda path: on_disk(path)._replace(device=on_disk(path).device + 1))
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"the disk of the storage directory .* is gone: mount it"):
+            put(backend, 2)
+    assert sorted(backend.directory.parent.rglob("*")) == below
+
+
+def test_who_starts_at_the_same_time_in_another_container_is_not_hindered(tmp_path, monkeypatch):
+    """Where processes have the same numbers."""
+    rename, names = os.rename, []
+
+    def write_the_same_before(old, new):
+        names.append(old)
+        if len(names) == 1:
+            storage_directory._write_text(tmp_path / "format", "text", tmp_path)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", write_the_same_before)
+    storage_directory._write_text(tmp_path / "format", "text", tmp_path)
+    assert len(set(names)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["format"]
 
 
 def test_a_directory_that_became_another_users_is_not_written_to(store, another_user):
@@ -123,13 +210,13 @@ def remove_tree(root, what):
 @pytest.mark.parametrize("deleted", ["namespace", "tmp"])
 def test_value_is_stored_although_directories_vanish_before_the_write(store, monkeypatch, deleted):
     backend = store()
-    make_room = backend._make_room
+    make_room = backend._eviction.make_room
 
     def clear_and_make_room(*given):
         remove_tree(backend.directory, deleted)
         make_room(*given)
 
-    monkeypatch.setattr(backend, "_make_room", clear_and_make_room)
+    monkeypatch.setattr(backend._eviction, "make_room", clear_and_make_room)
     assert put(backend, 1) == got(backend, 1) == 1
     assert (backend._root / "manifest.json").is_file()
 
@@ -138,7 +225,7 @@ def test_directory_that_cannot_be_made_again_is_a_storage_error(store):
     backend = store()
     shutil.rmtree(backend.directory)
     backend.directory.write_text("a file now")
-    with pytest.raises(StorageError, match="cannot write to"):
+    with pytest.raises(StorageError, match="Not a directory"):
         put(backend, 1)
 
 

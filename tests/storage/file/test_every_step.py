@@ -284,7 +284,7 @@ def check(place, operation, fault):
     status, result = place.command("verify")
     damaged = [os.path.basename(path) for path in result["damaged"]]
     assert (status, damaged) in ((0, []), (1, keys(2))), "what the operation found"
-    for path in place.directory.glob("tmp/*"):
+    for path in (*place.directory.glob("tmp/*"), *place.directory.glob("format.*")):
         os.utime(path, (1, 1))  # its writer has ended long ago
     place.open()
     ours = {"format", "used", "tmp", DIGEST, namespace(model="n").digest}

@@ -2,14 +2,18 @@
 
 import errno
 import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage.file import file_backend, shared_counter
+from fastdeploy_kvcache_v1.storage.file import eviction, file_backend, shard_sizes
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from tests.storage.file.stores import FILE_BYTES, age, found_in, stored, used_by
+from fastdeploy_kvcache_v1.storage.file.shard_sizes import SHARDS
+from fastdeploy_kvcache_v1.storage.file.value_files import list_shard
+from tests.storage.file.stores import FILE_BYTES, age, check_sizes, damage, flip_a_byte, found_in, stored, used_by
 from tests.storage.values import got, keys, namespace, put, values
 
 
@@ -153,7 +157,7 @@ def test_processes_that_fill_a_disk_at_once_make_room_once(store, small_disk, ca
     small_disk(ranks[0], bytes_in(ranks[0].directory), errno.EDQUOT, meet)
     assert put(ranks[0], 80) == 1
     assert len(caplog.messages) == 1, "the first one makes room, for all"
-    assert found_in(ranks[0])[0] == 77, "a tenth is deleted once, and four are new"
+    assert found_in(ranks[0])[0] == 75, "a tenth is deleted once, and four are new"
     assert ranks[0].count_stored(keys(80, 81, 82, 83)) == 4
 
 
@@ -166,7 +170,7 @@ def test_a_part_of_the_disk_stays_free(store, monkeypatch, caplog):
         return SimpleNamespace(f_blocks=40 * FILE_BYTES // 512, f_bavail=free[-1] // 512, f_frsize=512)
 
     monkeypatch.setattr(os, "statvfs", small)
-    monkeypatch.setattr(file_backend, "FREE_SHARE", 0.1)
+    monkeypatch.setattr(eviction, "FREE_SHARE", 0.1)
     for number in range(0, 60, 2):
         assert put(backend, number, number + 1) == 2
         assert used_by(backend) == found_in(backend)[1]
@@ -254,6 +258,87 @@ def test_what_is_no_file_is_a_miss_and_is_stored_again(store, tmp_path, make, fi
     assert not make.startswith("link") or other.read_bytes() == values(keys(2))[0]
 
 
+@pytest.mark.parametrize("what", ["file", "link to nothing", "link"])
+@pytest.mark.parametrize("first", [got, put, lambda store, number: stored(store, number)], ids=["get", "put", "count"])
+def test_what_lies_in_the_place_of_a_shard_costs_its_values(store, tmp_path, what, first):
+    backend = store()
+    put(backend, 1, 2, 3)
+    shard = Path(backend._path(keys(2)[0])).parent
+    shutil.rmtree(shard)
+    (tmp_path / "letter").write_text("Dear")
+    if what == "file":
+        shard.write_text("in the way")
+    else:
+        shard.symlink_to("nothing" if what == "link to nothing" else tmp_path / "letter")
+    first(backend, 2)
+    assert stored(backend, 1, 3) == [1, 3]
+    put(backend, 2)
+    assert got(backend, 1, 2, 3) == 3
+    assert (tmp_path / "letter").read_text() == "Dear"
+    put(backend, *range(4, 30))
+    list_all(backend)
+    check_sizes(backend)
+
+
+def list_all(backend):
+    for shard in SHARDS:
+        list_shard(backend.directory, shard, backend._used)
+
+
+DAY_S = 24 * 60 * 60
+
+
+def test_values_from_the_future_go_before_all_that_was_used_since(store, monkeypatch):
+    """A clock that was ahead is set right."""
+    backend = store(capacity=10 * FILE_BYTES)
+    put(backend, *range(8))
+    for number in range(8):
+        age(backend, number, -DAY_S)
+    put(backend, 8, 9)
+    assert got(backend, 1, 2) == 2
+    put(backend, 10)
+    assert stored(backend, 1, 2, 8, 9, 10) == [1, 2, 8, 9, 10]
+    put(backend, 11, 12, 13, 14)
+    assert stored(backend, *range(15)) == [1, 2, 8, 9, 10, 11, 12, 13, 14]
+
+
+def test_a_clock_that_was_a_moment_ahead_costs_nothing(store):
+    backend = store(capacity=4 * FILE_BYTES)
+    put(backend, 1, 2, 3, 4)
+    for number, seconds in ((1, 40), (2, 30), (3, -5), (4, 20)):
+        age(backend, number, seconds)
+    put(backend, 5)
+    assert stored(backend, 1, 2, 3, 4, 5) == [3, 4, 5]
+
+
+def test_values_of_another_size_are_stored_again_without_a_load(store):
+    """The machine crashed before their bytes were on the disk."""
+    backend = store()
+    put(backend, *range(6))
+    for number in range(5):
+        os.truncate(backend._path(keys(number)[0]), 0)
+    assert put(backend, *range(6)) == 5
+    assert got(backend, *range(6)) == 6
+
+
+def test_a_damaged_value_makes_doubt_of_all_that_are_as_old(store, monkeypatch):
+    """They may lie on the same blocks of a disk, or were not on it when the machine crashed."""
+    loading, storing = store(), store()
+    put(storing, *range(6))
+    for number in (1, 2, 4):
+        damage(storing, number, flip_a_byte)
+    read = []
+    whole = file_backend.is_whole
+    monkeypatch.setattr(file_backend, "is_whole", lambda path, namespace: read.append(path) or whole(path, namespace))
+    assert put(storing, *range(6)) == len(read) == 0
+    loading.remove_damaged(keys(1))
+    assert put(storing, *range(6)) == 3
+    assert len(read) == 5
+    assert got(loading, *range(6)) == 6
+    assert put(storing, *range(6)) == 0
+    assert len(read) == 5, "each value is read once"
+
+
 def test_a_capacity_of_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="capacity above 0"):
         FileBackend(tmp_path / "kv", namespace(), capacity_bytes=0)
@@ -261,7 +346,7 @@ def test_a_capacity_of_nothing_is_refused(tmp_path):
 
 def test_a_lock_that_nobody_gives_back_is_an_error_and_no_hang(store, monkeypatch):
     backend, other = store(), store()
-    monkeypatch.setattr(shared_counter, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(shard_sizes, "LOCK_TIMEOUT_S", 0.05)
     with other._used.exclusive(), pytest.raises(StorageError, match="has held its lock"):
         put(backend, 1)
     assert put(backend, 1) == 1

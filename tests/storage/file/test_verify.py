@@ -47,14 +47,14 @@ def test_verify_names_a_damaged_value_and_repair_deletes_it(server, storage, dir
 
 def test_a_value_that_vanishes_while_it_is_verified_is_no_error(server, storage, monkeypatch):
     server(1, 2)
-    whole = verification._is_whole
+    whole = verification.is_whole
 
-    def evicted_just_before(file):
-        if file.path.endswith(keys(1)[0]):
-            os.unlink(file.path)
-        return whole(file)
+    def evicted_just_before(path, namespace):
+        if path.endswith(keys(1)[0]):
+            os.unlink(path)
+        return whole(path, namespace)
 
-    monkeypatch.setattr(verification, "_is_whole", evicted_just_before)
+    monkeypatch.setattr(verification, "is_whole", evicted_just_before)
     status, result = storage("verify")
     assert (status, result["values"], result["vanished_values"], result["damaged_values"]) == (0, 1, 1, 0)
 
