@@ -287,6 +287,23 @@ def storage(result: Result) -> Iterator[Row]:
         yield Row(what, " / ".join(f"{ms[name]:.2g}" for name in ("all", "half", "none")) + " ms")
 
 
+def storage_large(result: Result) -> Iterator[Row]:
+    counting, lookup, evicted = result["counting"], result["lookup_ms"], result["eviction"]
+    start = result["start_to_first_answer_s"]
+    yield Row("start to first answer", f"{start:.3f} s", start, at_most(2, " s"))
+    slowest = f"{counting['slowest_put_s']:.2f} s, the slowest of {counting['puts']}"
+    yield Row("puts that count all values after a loss of the sizes", slowest)
+    p99 = f"{lookup['p99']:.1f} ms (median {lookup['median']:.1f} ms)"
+    yield Row(f"lookup of {result['looked_up']} keys, p99", p99, lookup["p99"], at_most(25, " ms"))
+    yield Row(f"eviction of {evicted['evicted']:,} values", f"{evicted['seconds']:.1f} s")
+    for what in ("lock", "listing"):
+        longest = evicted[f"longest_{what}_ms"]
+        yield Row(f"longest {what} in it", f"{longest:.1f} ms", longest, at_most(50, " ms"))
+    yield Row("longest pause of another thread", f"{evicted['longest_gap_ms']:.1f} ms")
+    puts = f"{evicted['failed_puts']} of {evicted['puts_meanwhile']} (slowest: {evicted['slowest_put_ms']:.1f} ms)"
+    yield Row("failed puts of another server meanwhile", puts, evicted["failed_puts"], at_most(0, ""))
+
+
 def storage_mooncake(result: Result) -> Iterator[Row]:
     for case in result["cases"]:
         for name, number in case["over_direct"].items():
@@ -356,8 +373,8 @@ ROWS: dict[str, Callable[[Result], Iterator[Row] | Iterator[Table]]] = {
     each.__name__: each
     for each in (
         control_plane, policies, hits, eviction_time, growth, hashing, import_time, overlay_scheduler, worker_steps,
-        copy_ops, first_touch, server, cpu_model, storage, storage_server, load_or_compute_stored, storage_mooncake,
-        transfer, transfer_overlap, roles,
+        copy_ops, first_touch, server, cpu_model, storage, storage_large, storage_server, load_or_compute_stored,
+        storage_mooncake, transfer, transfer_overlap, roles,
     )
 }  # fmt: skip
 

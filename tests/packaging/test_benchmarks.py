@@ -240,7 +240,7 @@ def arguments(name, tmp_path):
         return [str(ROOT)]
     if name == "cpu_model":
         return [str(write_model(tmp_path / "model", random_tensors(BASE), BASE))]
-    return [str(tmp_path)] if name == "storage" else []
+    return [str(tmp_path)] if name in ("storage", "storage_large") else []
 
 
 @pytest.mark.process

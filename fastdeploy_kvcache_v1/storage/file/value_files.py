@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -101,11 +102,13 @@ def _values_in(shard: str) -> Iterator[StoredFile]:
             return
         with os.scandir(shard) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        used_ns = status.st_mtime_ns if status.st_mtime_ns <= future_ns else 0
-                        yield StoredFile(used_ns, on_disk(status.st_size), entry.path)
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    used_ns = status.st_mtime_ns if status.st_mtime_ns <= future_ns else 0
+                    yield StoredFile(used_ns, on_disk(status.st_size), entry.path)
 
 
 def on_disk(num_bytes: int) -> int:
