@@ -87,6 +87,7 @@ def without_effect(cache: Any) -> list[str]:
         (both, no_host, "there is no host tier (--swap-space)"),
         (given.get("kvcache_storage_dir"), store != "file", "only the file store has one"),
         (given.get("kvcache_storage_gib"), store != "file", "only the file store has a limit"),
+        (given.get("kvcache_storage_write_gib_per_day"), store != "file", "only the file store has a budget"),
         (given.get("storage_prefetch"), not store, "there is no store (--kvcache-storage-backend)"),
     )
     return [f"{flag} has no effect: {reason}" for flag, applies, reason in checks if flag and applies]

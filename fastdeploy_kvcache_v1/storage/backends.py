@@ -33,7 +33,12 @@ def open_backend(settings: StorageSettings, namespace: Namespace, *, rank: int =
 
     assert settings.backend == "file"
     assert settings.directory is not None
-    return FileBackend(settings.directory, namespace, capacity_bytes=settings.capacity_bytes)
+    return FileBackend(
+        settings.directory,
+        namespace,
+        capacity_bytes=settings.capacity_bytes,
+        write_bytes_per_day=settings.write_bytes_per_day,
+    )
 
 
 def check_backend(settings: StorageSettings, namespace: Namespace) -> None:

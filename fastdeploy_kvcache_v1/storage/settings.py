@@ -47,6 +47,8 @@ class StorageSettings:
     """Of the `file` store."""
     capacity_bytes: int = 10 << 30
     """Of the `file` store, for all who share the directory."""
+    write_bytes_per_day: int | None = None
+    """Into that directory, by all who share it. None: as many as there are."""
     flush_only: bool = False
     """Of the `attention_store`: no block is loaded or stored, only its index is told what this server has."""
     prefetch: Prefetch = Prefetch.TIMEOUT
@@ -62,11 +64,12 @@ class StorageSettings:
         """`values` has `STORAGE_FLAGS` as attributes, checked, and a backend among them. `directory`: where no flag
         names one. FastDeploy's variables count, too. Raises `ConfigError`.
         """
-        backend = values.kvcache_storage_backend
+        backend, written_gib = values.kvcache_storage_backend, values.kvcache_storage_write_gib_per_day
         return cls(
             backend,
             values.kvcache_storage_dir or directory,
             capacity_bytes=int(values.kvcache_storage_gib * GIB),
+            write_bytes_per_day=None if written_gib is None else int(written_gib * GIB),
             prefetch=values.storage_prefetch,
             flush_only=backend == "attention_store" and _is_set("FD_AS_ONLY_FLUSH"),
         )
@@ -119,6 +122,7 @@ STORAGE_FLAGS = (
     ),
     _storage("kvcache_storage_dir", "directory of the file backend, created if missing", unit="DIR"),
     _gib("kvcache_storage_gib", "largest size of that directory in GiB", default=StorageSettings.capacity_bytes / GIB),
+    _gib("kvcache_storage_write_gib_per_day", "most GiB that its servers write into it a day", otherwise="no limit"),
     _storage(
         "storage_prefetch",
         "how long a request waits for a stored prefix",

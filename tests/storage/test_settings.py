@@ -17,7 +17,7 @@ from tests.storage.engines import RecordingLink
 from tests.storage.values import namespace
 
 
-def of_flags(backend="file", directory="kv", gib=1.0, prefetch="timeout"):
+def of_flags(backend="file", directory="kv", gib=1.0, prefetch="timeout", **more):
     return StorageSettings.of_flags(
         SimpleNamespace(
             **{flag.name: flag.default for flag in STORAGE_FLAGS}
@@ -27,6 +27,7 @@ def of_flags(backend="file", directory="kv", gib=1.0, prefetch="timeout"):
                 "kvcache_storage_gib": gib,
                 "storage_prefetch": prefetch,
             }
+            | more
         )
     )
 
@@ -103,12 +104,12 @@ def test_a_variable_that_is_no_switch_is_named(monkeypatch):
 
 
 def test_a_directory_is_checked_before_a_server_takes_memory(tmp_path):
-    settings = of_flags(directory=str(tmp_path / "kv"))
+    settings = of_flags(directory=str(tmp_path / "kv"), kvcache_storage_write_gib_per_day=0.5)
     check_settings(settings)
     check_backend(settings, namespace())
     backend = open_backend(settings, namespace())
     assert isinstance(backend, FileBackend)
-    assert backend.capacity_bytes == 1 << 30
+    assert (backend.capacity_bytes, backend.write_bytes_per_day) == (1 << 30, 1 << 29)
     backend.close()
     (tmp_path / "kv" / "format").write_text("another")
     for check in (lambda: check_settings(settings), lambda: check_backend(settings, namespace())):

@@ -175,9 +175,7 @@ def make_directories(directory: Path, namespace: Namespace, sizes: ShardSizes) -
 
 def _make_root(directory: Path) -> None:
     """Raises `OSError`, and `ConfigError` for a directory that is not private."""
-    if not directory.exists():
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        logger.info("made the storage directory %s: %d GiB free", directory, shutil.disk_usage(directory).free >> 30)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_private(directory)  # now that it is there: another user may have made it just before
     _write_text(directory / FORMAT, _FORMAT_TEXT, directory)
 

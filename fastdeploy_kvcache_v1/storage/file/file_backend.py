@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from ...errors import ConfigError, StorageError
-from ..base import StorageBackend, StoreKey
+from ..base import StorageBackend, StorageFullError, StoreKey
 from ..namespace import Namespace
 from .directory import (
     FORMAT,
@@ -36,7 +36,7 @@ from .directory import (
     temporary_name,
 )
 from .eviction import NO_ROOM, Eviction
-from .value_files import on_disk
+from .value_files import PAGE, on_disk
 from .verification import is_whole
 
 __all__ = ["FileBackend"]
@@ -66,12 +66,15 @@ class FileBackend(StorageBackend):
 
     name = "file"
 
-    def __init__(self, directory: Path, namespace: Namespace, *, capacity_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, namespace: Namespace, *, capacity_bytes: int, write_bytes_per_day: int | None = None
+    ) -> None:
         """Makes `directory` if need be. Raises `ConfigError` when it cannot be used, or another version wrote it."""
         if capacity_bytes <= 0:
             raise ConfigError(f"the storage directory needs a capacity above 0 bytes, got {capacity_bytes}")
         self.directory = directory
         self.capacity_bytes = capacity_bytes
+        self.write_bytes_per_day = write_bytes_per_day
         self._namespace = namespace
         self.namespace_digest = namespace.digest
         self._root = directory / self.namespace_digest
@@ -149,6 +152,9 @@ class FileBackend(StorageBackend):
     def _put(self, missing: Sequence[tuple[StoreKey, memoryview]]) -> None:
         assert self._used is not None
         sizes = [on_disk(len(buffer)) for _, buffer in missing]
+        spent = sum(size for size in sizes if size > PAGE)  # not of a marker, whose blocks are written
+        if self.write_bytes_per_day and spent and not self._used.spend(spent, self.write_bytes_per_day):
+            raise StorageFullError(0, len(missing))
         self._eviction.make_room(self._used, sum(sizes))
         now = time.time_ns()
         for number, (key, buffer) in enumerate(missing):

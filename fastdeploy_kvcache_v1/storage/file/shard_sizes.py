@@ -25,8 +25,10 @@ POLL_S = 0.001
 MOST_BYTES = 1 << 56
 """A shard never has so many: such a number is damage."""
 
-_HEADER = struct.Struct("<qq")
-"""The counter of older versions, which may still use it, and the time of `doubt`."""
+DAY_NS = 24 * 60 * 60 * 10**9
+
+_HEADER = struct.Struct("<qqqq")
+"""The counter of older versions, which may still use it; the time of `doubt`; what `spend` left, and when."""
 _SHARD = struct.Struct("<qq")
 """Bytes, or what is out of range; how often the shard has changed, 0 in a file that was lost or cut."""
 _TABLE = struct.Struct(f"<{2 * len(SHARDS)}q")
@@ -85,12 +87,30 @@ class ShardSizes:
     @property
     def doubted_ns(self) -> int:
         """Values that were last used before this time may be damaged."""
-        return int(_HEADER.unpack(os.pread(self._file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))[1])
+        return self._header()[1]
 
     def doubt(self) -> None:
         with self.exclusive():
-            old_counter, _ = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
-            os.pwrite(self._file, _HEADER.pack(old_counter, time.time_ns()), 0)
+            old_counter, _, left, since_ns = self._header()
+            os.pwrite(self._file, _HEADER.pack(old_counter, time.time_ns(), left, since_ns), 0)
+
+    def spend(self, num_bytes: int, per_day: int) -> bool:
+        """Take `num_bytes` from a budget that grows by `per_day`. False if nothing is left of it.
+
+        It grows for an hour while nothing is spent, and the last bytes may exceed it.
+        """
+        now_ns = time.time_ns()
+        with self.exclusive():
+            old_counter, doubted_ns, left, since_ns = self._header()
+            grown = max(left, -per_day) + per_day * max(0, now_ns - since_ns) // DAY_NS
+            left = min(grown, per_day // 24)
+            may = left > 0
+            os.pwrite(self._file, _HEADER.pack(old_counter, doubted_ns, left - may * num_bytes, now_ns), 0)
+        return may
+
+    def _header(self) -> tuple[int, int, int, int]:
+        first, second, third, fourth = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+        return first, second, third, fourth
 
     def _known(self) -> dict[str, int]:
         numbers = _TABLE.unpack(os.pread(self._file, _TABLE.size, _HEADER.size).ljust(_TABLE.size, b"\0"))

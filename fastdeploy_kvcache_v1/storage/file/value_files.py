@@ -18,6 +18,7 @@ from .directory import FUTURE_S, MANIFEST
 from .shard_sizes import POLL_S, ShardSizes
 
 __all__ = [
+    "PAGE",
     "StoredFile",
     "delete_files",
     "list_shard",

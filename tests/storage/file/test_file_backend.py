@@ -1,14 +1,17 @@
 """FileBackend on real files: what is stored, what goes first, and what is left when a process or a disk ends."""
 
 import errno
+import itertools
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
+from fastdeploy_kvcache_v1.storage.base import StorageFullError
 from fastdeploy_kvcache_v1.storage.file import eviction, file_backend, shard_sizes
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.file.shard_sizes import SHARDS
@@ -286,6 +289,42 @@ def list_all(backend):
 
 
 DAY_S = 24 * 60 * 60
+
+
+def test_servers_of_a_directory_write_what_a_day_allows(store, monkeypatch):
+    now, budget = [time.time_ns()], 24 * 20 * FILE_BYTES
+    monkeypatch.setattr(time, "time_ns", lambda: now[0])
+    servers, numbers = [store(capacity=50 * FILE_BYTES) for _ in range(2)], itertools.count(0, 4)
+    written = 0
+    for server in servers:
+        server.write_bytes_per_day = budget
+    for minute in range(0, 24 * 60, 5):
+        now[0] += 5 * 60 * 10**9
+        for server in servers:
+            first = next(numbers)
+            before = found_in(server)
+            try:
+                written += put(server, *range(first, first + 4)) * FILE_BYTES
+                last = first
+            except StorageFullError:
+                assert found_in(server) == before, "nothing is evicted for what is not written"
+        assert written <= budget * (minute + 5) / (24 * 60) + budget / 24 + 4 * FILE_BYTES
+    assert written > 0.95 * budget
+    assert put(servers[0], *range(last, last + 4)) == 0, "what is stored costs nothing"
+    assert servers[0].put(keys(-1), [memoryview(bytearray(64))]) == 1, "neither does a marker"
+
+
+def test_a_budget_goes_on_after_a_clock_that_was_ahead(store, monkeypatch):
+    now = [time.time_ns() + 365 * DAY_S * 10**9]
+    monkeypatch.setattr(time, "time_ns", lambda: now[0])
+    backend = store()
+    backend.write_bytes_per_day = 24 * FILE_BYTES
+    put(backend, 1, 2)
+    now[0] -= 365 * DAY_S * 10**9
+    with pytest.raises(StorageFullError):
+        put(backend, 3)
+    now[0] += 2 * 60 * 60 * 10**9
+    assert put(backend, 3) == 1
 
 
 def test_values_from_the_future_go_before_all_that_was_used_since(store, monkeypatch):

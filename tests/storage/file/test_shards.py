@@ -21,7 +21,7 @@ NUMBERS = 2 * len(SHARDS)
 
 
 def table(number):
-    return struct.pack("<qq", 0, 0) + struct.pack("<q", number) * NUMBERS
+    return struct.pack("<qqqq", 0, 0, 0, 0) + struct.pack("<q", number) * NUMBERS
 
 
 @pytest.mark.parametrize("is_running", [True, False], ids=["under a server", "before a start"])
