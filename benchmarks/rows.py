@@ -295,6 +295,9 @@ def storage_large(result: Result) -> Iterator[Row]:
     yield Row("puts that count all values after a loss of the sizes", slowest)
     p99 = f"{lookup['p99']:.1f} ms (median {lookup['median']:.1f} ms)"
     yield Row(f"lookup of {result['looked_up']} keys, p99", p99, lookup["p99"], at_most(25, " ms"))
+    cold = result["cold_gb_per_s"]
+    yield ratio("`get` of 32 values that the page cache lacks, over plain reads", cold["get"] / cold["plain"],
+                more=f"{cold['get']:.2f} GB/s")  # fmt: skip
     yield Row(f"eviction of {evicted['evicted']:,} values", f"{evicted['seconds']:.1f} s")
     for what in ("lock", "listing"):
         longest = evicted[f"longest_{what}_ms"]

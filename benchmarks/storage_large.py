@@ -1,5 +1,5 @@
-"""The `file` store in a directory of a million values, which are sparse: lookups, a start, and an eviction of 1 % while
-another server stores.
+"""The `file` store in a directory of a million values, which are sparse: lookups, a start, cold reads, and an eviction
+of 1 % while another server stores.
 
 A new directory in DIRECTORY (default: `build/`) needs a million inodes and is deleted at the end.
 """
@@ -36,6 +36,7 @@ NUM_VALUES = sized(1_000_000, 2_000)
 VALUE_BYTES = 3 << 20
 LOOKED_UP = sized(512, 64)
 TURNS = sized(200, 3)
+COLD_VALUES, COLD_TURNS = sized((32, 9), (4, 1))
 EVICTED = NUM_VALUES // 100
 CAPACITY = NUM_VALUES * VALUE_BYTES
 NAMESPACE = Namespace("benchmark", "0", CacheLayout(1, (RoleSpec("key", (1, 64, 1), "float16"),)), 64, 1, "none", "1")
@@ -98,6 +99,37 @@ def store_meanwhile(directory: Path, begun: Event, ended: Event, queue: Any) -> 
             begun.set()
             time.sleep(0.005)
     queue.put((len(times), failures, 1e3 * max(times)))
+
+
+def cold_rates(directory: Path) -> dict[str, float]:
+    """GB/s of values that the page cache lacks: in the order of their keys, and over plain reads of their files."""
+    keys = [a_key() for _ in range(COLD_VALUES)]
+    buffers = [memoryview(bytearray(os.urandom(VALUE_BYTES))) for _ in keys]
+    took: dict[str, list[float]] = {"get": [], "plain": []}
+    with closing(opened(directory, 2 * CAPACITY)) as backend:
+        backend.put(keys, buffers)
+        paths = [f"{directory}/{NAMESPACE.digest}/{key[:2]}/{key}" for key in keys]
+
+        def read_plainly() -> None:
+            for path, buffer in zip(paths, buffers, strict=True):
+                with open(path, "rb", buffering=0) as file:
+                    assert file.readinto(buffer) == VALUE_BYTES
+
+        for _ in range(COLD_TURNS):
+            drop_from_cache(paths)
+            took["get"].append(timed(lambda: backend.get(keys, buffers)))
+            drop_from_cache(paths)
+            took["plain"].append(timed(read_plainly))
+        backend.remove(keys)
+    return {name: COLD_VALUES * VALUE_BYTES / float(np.median(seconds)) / 1e9 for name, seconds in took.items()}
+
+
+def drop_from_cache(paths: list[str]) -> None:
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
 
 
 @contextmanager
@@ -194,6 +226,7 @@ def main() -> None:
                 "counting": {"slowest_put_s": slowest_put, "puts": num_puts},
                 "looked_up": LOOKED_UP,
                 "lookup_ms": {"median": float(np.median(lookups)), "p99": float(np.percentile(lookups, 99))},
+                "cold_gb_per_s": cold_rates(directory),
                 "eviction": evict(directory),
             }
         )

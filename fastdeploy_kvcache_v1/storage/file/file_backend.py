@@ -17,6 +17,7 @@ import logging
 import os
 import stat
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,14 @@ NO_DIRECTORY = (FileNotFoundError, NotADirectoryError)
 """No value is there: its shard was deleted, or is something else now."""
 
 MOST_UNUSABLE = 1024
+
+READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
+"""Builds of Python for an old C library lack it. They read nothing ahead."""
+
+READ_AHEAD_BYTES = 512 << 10
+"""In one call: the kernel cuts larger ones."""
 
 
 class FileBackend(StorageBackend):
@@ -114,9 +123,12 @@ class FileBackend(StorageBackend):
     def get(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> int:
         self._recognize()
         now = time.time_ns()
+        later = deque(map(self._path, keys))
         for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            if later:
+                later.popleft()
             try:
-                if not self._read(self._path(key), buffer, used_ns=now - number * 1000):
+                if not self._read(self._path(key), buffer, now - number * 1000, later):
                     self._forget(key, "it has the wrong size")
                     return number
                 self._unusable.pop(key, None)
@@ -258,13 +270,22 @@ class FileBackend(StorageBackend):
             self._forget(key, error.strerror)
         return None
 
-    def _read(self, path: str, buffer: memoryview, used_ns: int) -> bool:
-        """True if the file has exactly the bytes that fill `buffer`. One `fstat` serves both questions."""
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    def _read(self, path: str, buffer: memoryview, used_ns: int, later: deque[str]) -> bool:
+        """True if the file has exactly the bytes that fill `buffer`. One `fstat` serves both questions.
+
+        Before it waits for the disk, it starts the reads of the files `later`, which it then clears.
+        """
+        file = os.open(path, READING)
         try:
             status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != len(buffer) or not _fill(buffer, file):
+            if not stat.S_ISREG(status.st_mode) or status.st_size != len(buffer):
                 return False
+            if not (later and _fill_from_memory(buffer, file)):
+                for each in later:
+                    _read_ahead(each)
+                later.clear()
+                if not _fill(buffer, file):
+                    return False
             if self.can_write and abs(used_ns - status.st_mtime_ns) > TOUCHED_S * 1e9:
                 with contextlib.suppress(OSError):
                     os.utime(file, ns=(used_ns, used_ns))
@@ -367,6 +388,23 @@ def _make_shard(path: str) -> None:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)
     os.makedirs(path, mode=0o700, exist_ok=True)
+
+
+def _read_ahead(path: str) -> None:
+    with contextlib.suppress(OSError):
+        file = os.open(path, READING)
+        try:
+            for offset in range(0, os.fstat(file).st_size, READ_AHEAD_BYTES):
+                os.posix_fadvise(file, offset, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(file)
+
+
+def _fill_from_memory(buffer: memoryview, file: int) -> bool:
+    """False if the page cache lacks bytes of the file, or the file system cannot tell."""
+    with contextlib.suppress(OSError):
+        return os.preadv(file, [buffer], 0, NO_WAIT) == len(buffer)
+    return False
 
 
 def _fill(buffer: memoryview, file: int) -> bool:

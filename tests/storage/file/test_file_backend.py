@@ -193,12 +193,36 @@ def unreadable(monkeypatch, backend, number, code):
     """The disk fails where the value lies, whatever file has it."""
     inode, preadv = os.stat(backend._path(keys(number)[0])).st_ino, os.preadv
 
-    def read(file, buffers, offset):
+    def read(file, *given):
         if os.fstat(file).st_ino == inode:
+            raise OSError(code, os.strerror(code))
+        return preadv(file, *given)
+
+    monkeypatch.setattr(os, "preadv", read)
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP], ids=["not in memory", "cannot tell"])
+@pytest.mark.parametrize("cold", [0, 2, 3])
+def test_before_the_disk_is_waited_for_all_later_reads_are_begun(store, monkeypatch, cold, code):
+    backend = store()
+    put(backend, 0, 1, 2, 3)
+    preadv, numbers = os.preadv, {os.stat(backend._path(keys(each)[0])).st_ino: each for each in range(4)}
+    calls = []
+
+    def number_of(file):
+        return numbers[os.fstat(file).st_ino]
+
+    def read(file, buffers, offset, flags=0):
+        if not flags:
+            calls.append(("waits", number_of(file)))
+        elif number_of(file) >= cold:
             raise OSError(code, os.strerror(code))
         return preadv(file, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *_: calls.append(("begins", number_of(file))))
+    assert got(backend, 0, 1, 2, 3) == 4
+    assert calls == [("begins", each) for each in range(cold + 1, 4)] + [("waits", each) for each in range(cold, 4)]
 
 
 def test_many_values_that_cannot_be_read_are_one_line_of_the_log_a_minute(store, monkeypatch, caplog):
