@@ -9,6 +9,7 @@ from ..contract.messages import BlockHash
 from .namespace import Namespace
 
 __all__ = [
+    "CommitDone",
     "Connect",
     "Connected",
     "LaneConnected",
@@ -17,6 +18,7 @@ __all__ = [
     "QueryDone",
     "StoreBlocks",
     "StoreDone",
+    "TouchDone",
     "UseNamespace",
 ]
 
@@ -98,6 +100,21 @@ class StoreDone:
     num_refused: int = 0
     """Blocks that the store had no room for. It works, and may have room later."""
     quiet_after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CommitDone:
+    """The blocks of a store, whose parts all ranks have stored, can be found from now on, unless there is an error."""
+
+    store_id: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class TouchDone:
+    """The store was told that blocks are in use, or the error says why not."""
+
+    error: str | None = None
 
 
 @dataclass(frozen=True)

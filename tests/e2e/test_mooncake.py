@@ -91,7 +91,8 @@ def test_a_failing_master_costs_hits_and_no_token(start, master):
             proxy.fault = fault
             assert ask(two, prompt(1000 + number))[0] == known[number], fault
         assert proxy.faults_met
-        assert two.metrics()["storage_query_failures_total"] + two.metrics()["storage_failures_total{direction=load}"]
+        failures = ("storage_query_failures_total", "storage_failures_total{direction=load}")
+        wait_until(lambda: any(two.metrics()[name] for name in failures), "a question or a load that failed")
         proxy.fault = Fault.NONE
         shared(one, two, prompts)
         master.freeze()

@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, ReadStorageTask, WriteDone, WriteStorageTask
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
-from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
+from fastdeploy_kvcache_v1.storage.messages import CommitDone, LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.storage.attention_store.memory import space
 from tests.storage.values import namespace
@@ -38,7 +38,7 @@ class Move(NamedTuple):
 class RecordingLink:
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
-        self.sent, self.queries, self.committed, self.touched = [], [], [], []
+        self.sent, self.queries, self.committed, self.commits, self.touched = [], [], [], [], []
 
     def send(self, command):
         self.sent.append(command)
@@ -49,8 +49,9 @@ class RecordingLink:
         self.queries.append(query_id)
         self.sent.append([block.decode() for block in hashes])
 
-    def commit(self, hashes):
+    def commit(self, store_id, hashes):
         self.committed.append(hashes[-1].decode())
+        self.commits.append(store_id)
 
     def touch(self, hashes):
         self.touched.append(hashes[-1].decode())
@@ -64,6 +65,7 @@ class Engine:
 
     def __init__(self, kind, *, device=256, host=64, backup=0, ranks=2, events=0, block_size=1, **settings):
         self.kind, self.ranks, self.block_size, self.now = kind, ranks, block_size, 0.0
+        self.commit_error = None
         on_host = kind == "host"
         make = StorageTier if on_host else AttentionStoreTier
         policy = {"write_policy": WritePolicy.WRITE_THROUGH} if on_host else {}
@@ -122,6 +124,8 @@ class Engine:
             if self.kind == "device":
                 done = WriteDone(**{**vars(done), "num_stored": count})
             self.tier.answered(done)
+        while self.link.commits:
+            self.tier.answered(CommitDone(self.link.commits.pop(), self.commit_error))
 
     def compute(self, text, **options):
         """A whole request. Returns its step; that its bytes are there is told by `report`."""

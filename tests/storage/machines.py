@@ -133,7 +133,7 @@ class HostMachine(Machine):
         return self.answer()
 
     def commit(self, *blocks):
-        self.link.commit([HASHES[block] for block in blocks])
+        self.link.commit("s", [HASHES[block] for block in blocks])
         return self.answer()
 
     def fails(self, error, *what):

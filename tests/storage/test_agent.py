@@ -4,7 +4,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import StorageError
 from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageFullError
-from fastdeploy_kvcache_v1.storage.messages import QueryDone
+from fastdeploy_kvcache_v1.storage.messages import CommitDone, QueryDone, TouchDone
 from fastdeploy_kvcache_v1.storage.namespace import block_key, commit_key
 from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES, is_sealed
 from tests.storage.machines import BLOCKS, HASHES, LIMIT_S, HostMemory
@@ -69,7 +69,7 @@ def test_with_several_ranks_a_block_is_stored_once_it_is_committed(machine):
     server = machine(ranks=2)
     server.store(*BLOCKS)
     assert server.query(*BLOCKS).num_stored == 0
-    assert server.commit(0, 1, 2) == QueryDone("", 3, SOON)
+    assert server.commit(0, 1, 2) == CommitDone("s")
     assert server.query(*BLOCKS) == QueryDone("q", 3, SOON)
     backend = server.connect(namespace())
     markers = [commit_key(each) for each in HASHES]
@@ -86,7 +86,7 @@ def test_all_parts_of_blocks_that_are_in_use_are_touched(machine, ranks):
     touched = []
     server.faults["touch"] = lambda keys: touched.extend(keys)
     server.link.touch(HASHES[:2])
-    assert server.answer().error is None
+    assert server.answer() == TouchDone()
     parts = [[commit_key(each), block_key(each, 0), block_key(each, 1)] for each in HASHES[:2]]
     assert touched == (KEYS[:2] if ranks == 1 else parts[0] + parts[1])
 

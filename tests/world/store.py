@@ -18,7 +18,7 @@ from fastdeploy_kvcache_v1.contract.messages import CacheLevel
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
-from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.messages import CommitDone, LoadBlocks, LoadDone, QueryDone, StoreDone, UseNamespace
 
 from .chance import pick
 from .memory import GARBAGE, WrongError
@@ -94,7 +94,7 @@ class Store:
         self._world, self._memories, self.num_ranks = world, memories, len(memories)
         self.namespace = ""
         self.values: dict[Hashable, Value] = {}
-        self.calls: dict[str, deque[Call]] = {kind: deque() for kind in ("query", "load", "store", "state")}
+        self.calls: dict[str, deque[Call]] = {kind: deque() for kind in ("query", "load", "store", "state", "commit")}
         """Open calls by kind."""
         self.index: set[Hashable] = set()
         """Paths of blocks that the server has stated to have."""
@@ -108,10 +108,14 @@ class Store:
     def listen(self, listener: Callable[[Any], None]) -> None:
         self._listener = listener
 
-    def commit(self, *hashes: object) -> None:
-        """Do nothing: here all ranks store a block at once."""
+    def commit(self, store_id: str, hashes: Sequence[Hashable]) -> None:
+        """Mark nothing: here all ranks store a block at once."""
+        self._begin(Call("commit", store_id, self._named(hashes)))
 
-    touch = close = commit
+    def touch(self, *hashes: object) -> None:
+        """Do nothing."""
+
+    close = touch
 
     def query(self, query_id: str, hashes: Sequence[Hashable]) -> None:
         self._begin(Call("query", query_id, self._named(hashes)))
@@ -223,6 +227,9 @@ class Store:
             if not _equal(self.values.setdefault(name, value), value):
                 raise WrongError(f"slot {slot} is stored under the name of another block")
         return [self._stored_on(rank, call, fails) for rank in range(self.num_ranks)]
+
+    def _commit(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
+        return [CommitDone(call.name, "no route to host" if fails else None)]
 
     def _stored_on(self, rank: int, call: Call, fails: bool) -> Any:
         return StoreDone(call.name, rank, len(call.slots), error="disk full" if fails else None)

@@ -16,7 +16,7 @@ import zmq
 from ...contract.messages import BlockHash
 from ..base import StorageBackend, StoreKey
 from ..lane import Lane
-from ..messages import Connected, LaneConnected, LoadDone, QueryDone, StoreDone, UseNamespace
+from ..messages import CommitDone, Connected, LaneConnected, LoadDone, QueryDone, StoreDone, TouchDone, UseNamespace
 from ..namespace import Namespace, block_key, commit_key
 from ..seal import TRAILER_BYTES, seal
 
@@ -28,7 +28,7 @@ POLL_MS = 100
 STOP_TIMEOUT_S = 2.0
 LANES_PER_AGENT = 2
 
-Answer = LoadDone | StoreDone | QueryDone | Connected
+Answer = LoadDone | StoreDone | CommitDone | QueryDone | TouchDone | Connected
 """A store may answer with a subclass that says more."""
 
 
@@ -46,11 +46,13 @@ class Link(Protocol):
     def send(self, command: object) -> None:
         """To every rank; each answers a load with one `LoadDone`, a store with one `StoreDone`."""
 
-    def commit(self, hashes: Sequence[BlockHash]) -> None:
-        """All ranks have stored their parts of these blocks: they count as stored. Not answered."""
+    def commit(self, store_id: str, hashes: Sequence[BlockHash]) -> None:
+        """Several ranks have stored their parts of these blocks: mark them as stored. Answered by one `CommitDone`."""
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """These blocks, from the first one of a prompt on, are in use: others should go first. Not answered."""
+        """These blocks, from the first one of a prompt on, are in use: others should go first. Answered by one
+        `TouchDone`.
+        """
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,25 @@ class _Query:
     query_id: str
     hashes: tuple[BlockHash, ...]
 
+    def failed(self, error: str) -> QueryDone:
+        return QueryDone(self.query_id, 0, error=error)
+
 
 @dataclass(frozen=True)
 class _Commit:
+    store_id: str
     hashes: tuple[BlockHash, ...]
-    query_id: str = ""
+
+    def failed(self, error: str) -> CommitDone:
+        return CommitDone(self.store_id, error)
 
 
 @dataclass(frozen=True)
 class _Touch:
     hashes: tuple[BlockHash, ...]
-    query_id: str = ""
+
+    def failed(self, error: str) -> TouchDone:
+        return TouchDone(error)
 
 
 class StorageLink:
@@ -108,7 +118,7 @@ class StorageLink:
                 "kv-storage-query",
                 open_backend=open_backend,
                 work=self._ask,
-                on_error=lambda command, error: QueryDone(command.query_id, 0, error=error),
+                on_error=lambda command, error: command.failed(error),
                 results=(self._context, results_address),
             )
 
@@ -145,9 +155,8 @@ class StorageLink:
             with contextlib.suppress(zmq.Again):  # nobody is there any more: its death is told elsewhere
                 socket.send(message, zmq.NOBLOCK)
 
-    def commit(self, hashes: Sequence[BlockHash]) -> None:
-        if self.num_ranks > 1:
-            self._ask_later(_Commit(tuple(hashes)))
+    def commit(self, store_id: str, hashes: Sequence[BlockHash]) -> None:
+        self._ask_later(_Commit(store_id, tuple(hashes)))
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         self._ask_later(_Touch(tuple(hashes)))
@@ -164,11 +173,11 @@ class StorageLink:
         assert self._lane is not None, "this link was made without a connection of its own"
         self._lane.do(command)
 
-    def _ask(self, backend: StorageBackend, command: _Query | _Commit | _Touch) -> QueryDone:
+    def _ask(self, backend: StorageBackend, command: _Query | _Commit | _Touch) -> QueryDone | CommitDone | TouchDone:
         start = time.perf_counter()
         if isinstance(command, _Touch):
             backend.touch([key for block in command.hashes for key in self._all_keys(block)])
-            return QueryDone("", 0)
+            return TouchDone()
         # With one rank its part is the block: it is stored as a whole or not at all.
         keys = [commit_key(block) if self.num_ranks > 1 else block_key(block, 0) for block in command.hashes]
         if isinstance(command, _Query):
@@ -178,7 +187,7 @@ class StorageLink:
         for key, marker in zip(keys, markers, strict=True):
             seal(marker, key, namespace=backend.namespace_digest)
         backend.put(keys, markers)
-        return QueryDone("", len(keys), time.perf_counter() - start)
+        return CommitDone(command.store_id)
 
     def _all_keys(self, block: BlockHash) -> list[StoreKey]:
         if self.num_ranks == 1:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ...contract.messages import BlockHash
 from ...scheduler.cache_manager import CacheManager
-from ..messages import StoreBlocks, StoreDone
+from ..messages import CommitDone, StoreBlocks, StoreDone
 from .breaker import Breaker, of_rank
 from .counters import StorageCounters
 from .known_blocks import KnownBlocks
@@ -47,6 +47,8 @@ class Stores(StoreSide):
         self._waiting: deque[tuple[int, frozenset[int]]] = deque()
         """Step and host slots that it filled."""
         self._under_way: dict[str, _Store] = {}
+        self._committing: dict[str, _Store] = {}
+        """All ranks have stored their parts, and no slot is kept."""
         self._numbers = itertools.count()
 
     def filled(self, step: int, slots: Sequence[int]) -> None:
@@ -75,6 +77,7 @@ class Stores(StoreSide):
         """What is under way ends where it began, and the marker would be written where blocks are stored then."""
         for store in self._under_way.values():
             store.is_wanted = False
+        self._committing.clear()
 
     def store_done(self, answer: StoreDone) -> None:
         self._counters.store.add(answer, answer.num_written)
@@ -86,11 +89,23 @@ class Stores(StoreSide):
         store.num_ranks_left -= 1
         if store.num_ranks_left:
             return
-        self._breaker.answered(store.error)
         del self._under_way[answer.store_id]
         self._manager.end_store(answer.store_id)
+        if self._link.num_ranks > 1 and store.error is None and store.is_wanted:
+            self._committing[answer.store_id] = store
+            self._link.commit(answer.store_id, store.hashes)
+        else:
+            self._ended(store)
+
+    def commit_done(self, answer: CommitDone) -> None:
+        store = self._committing.pop(answer.store_id, None)
+        if store is not None:
+            store.error = answer.error
+            self._ended(store)
+
+    def _ended(self, store: _Store) -> None:
+        self._breaker.answered(store.error)
         if store.error is None and store.is_wanted:
-            self._link.commit(store.hashes)
             self._known.add(store.hashes)
 
     @property
@@ -111,6 +126,6 @@ class _Store:
         self.hashes = hashes
         self.num_ranks_left = num_ranks
         self.error: str | None = None
-        """Of the first rank that failed."""
+        """Of the first rank that failed, or of the commit."""
         self.is_wanted = True
         """Not once a rank has refused a value, or the cache was reset."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ...contract.messages import BlockHashes, SwapStep, WorkerReport
 from ...scheduler.cache_manager import CacheManager
 from ...telemetry.metrics import gauge_of, histogram, part, source
-from ..messages import LoadDone, QueryDone, StoreDone, UseNamespace
+from ..messages import CommitDone, Connected, LoadDone, QueryDone, StoreDone, TouchDone, UseNamespace
 from ..namespace import Namespace
 from ..settings import StorageSettings
 from .counters import StorageCounters
@@ -178,6 +178,15 @@ class StorageTier:
 
     def answered(self, answer: Answer) -> None:
         """What the link delivers, in order."""
+        if isinstance(answer, TouchDone):
+            return
+        if isinstance(answer, CommitDone):
+            self._stores.commit_done(answer)
+        else:
+            self._heard(answer)
+        self.go_on()
+
+    def _heard(self, answer: LoadDone | StoreDone | QueryDone | Connected) -> None:
         if answer.error is None:
             self.observe_latency(answer.operation, answer.seconds)
         if isinstance(answer, LoadDone):
@@ -187,7 +196,6 @@ class StorageTier:
         else:
             assert isinstance(answer, QueryDone)
             self._fetches.query_done(answer)
-        self.go_on()
 
     # ---- administration
 

@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_
 from fastdeploy_kvcache_v1.storage.engine.open_passes import OpenPasses
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
-from fastdeploy_kvcache_v1.storage.messages import QueryDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.messages import CommitDone, QueryDone, TouchDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.settings import Prefetch
 from tests.storage.engines import Engine, Prompt
 
@@ -640,6 +640,36 @@ def test_move_that_every_rank_fails_is_one_failure_with_counted_blocks(engine, w
     made.report(made.compute("xyz!"))
     assert made.tier.counters.skipped_store_blocks == before + 3 * (what == "store")
     assert len(made.stores) == (3 if what == "store" else 1)
+
+
+def test_three_commits_in_a_row_that_fail_open_the_breaker_of_stores_alone(caplog):
+    made = host()
+    made.commit_error = "no route"
+    for number in range(3):
+        assert not made.tier.is_left_alone
+        made.stored(begin(made, "store", number))
+    assert made.tier.is_left_alone
+    assert caplog.messages == ["the store is not used for 1 s: no route"]
+    assert (made.tier.counters.query_failures, made.tier.counters.store.failures) == (0, 0)
+    made.check_idle()
+    made.arrive("r", "xyz!", 3)
+    assert len(made.loads) == 1, "questions and loads go on"
+
+
+def test_touches_and_commits_are_no_questions_and_close_no_breaker():
+    made = host()
+    told = []
+    made.tier.observe_latency = lambda operation, seconds: told.append(operation)
+    made.arrive("first", "xyz!")
+    made.answer(0, seconds=1.0)
+    for number in range(3):
+        made.arrive(f"{number}", f"{number}bc!")
+        made.answer(0, error="no route")
+    assert made.tier.is_left_alone
+    for answer in (TouchDone(), TouchDone("no route"), CommitDone("s")):
+        made.tier.answered(answer)
+    assert made.tier.is_left_alone
+    assert (told, made.tier.counters.query_failures) == (["query"], 3)
 
 
 def test_three_questions_that_fail_end_the_questions(engine):

@@ -28,7 +28,7 @@ class Told:
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.questions, self.loads, self.stores, _ = self.calls.values()
+        self.questions, self.loads, self.stores, *_ = self.calls.values()
         self.touched: list[Any] = []
         self.stated: list[Any] = []
         """What the index took, in order."""

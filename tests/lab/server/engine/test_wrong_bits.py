@@ -242,12 +242,8 @@ class Store(world_store.Store):
         for memory, controller in zip(self._memories, engine.controllers, strict=True):
             memory.use(controller)
 
-    def query(self, *given):
-        super().query(*given)
-        self.answer(self._rng)
-
-    def send(self, command):
-        super().send(command)
+    def _begin(self, call):
+        super()._begin(call)
         self.answer(self._rng)
 
 
