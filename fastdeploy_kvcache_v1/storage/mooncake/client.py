@@ -131,6 +131,10 @@ class MooncakeClient:
         results: list[int] = self._call("remove", keys)
         return results
 
+    def wait(self) -> None:
+        """Until the process has ended, for whatever reason."""
+        self._process.wait()
+
     def close(self) -> None:
         """When this returns, nothing runs any more, and no byte can arrive in the memory. Idempotent.
 

@@ -66,9 +66,10 @@ class _Store:
 
     def setup(self, *arguments: Any) -> int:
         self._cluster.setups.append(arguments)
-        self._given = arguments[2]
+        refusal = self._cluster.refusals.get("setup", 0)
+        self._given = 0 if refusal else arguments[2]
         self._cluster.room += self._given
-        return self._cluster.refusals.get("setup", 0)
+        return refusal
 
     def register_buffer(self, address: int, num_bytes: int) -> int:
         self._cluster.registered.append(num_bytes)

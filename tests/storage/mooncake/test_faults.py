@@ -1,11 +1,13 @@
 """MooncakeBackend when master, network or peers fail: an error within the deadline, and after that all works again."""
 
+import itertools
 import signal
 import time
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
+from fastdeploy_kvcache_v1.storage.base import StorageFullError
 from fastdeploy_kvcache_v1.storage.mooncake import client, share
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
@@ -122,6 +124,22 @@ def test_a_peer_that_dies_is_an_error_and_no_wrong_byte(store, settings):
     share._given[settings]._process.kill()
     with pytest.raises(StorageError, match="the transfer failed"):
         backend.get(keys(*range(COUNT)), backend.slots)
+
+
+def test_peer_that_dies_is_started_again_and_has_room_within_a_minute(store, settings):
+    backend = store(COUNT)
+    put(backend, *range(COUNT))
+    share._given[settings]._process.kill()
+    deadline = time.monotonic() + LIMIT_S
+    for begin in itertools.count(COUNT, COUNT):
+        assert time.monotonic() < deadline, "the memory was not given again"
+        try:
+            put(backend, *range(begin, begin + COUNT))
+            break
+        except StorageFullError:  # no error of the connection: nobody makes it anew
+            time.sleep(0.5)
+        except StorageError:  # the master believes that the lost memory is there, for 10 s
+            backend.close()
 
 
 def test_nothing_arrives_after_a_load_was_given_up(store, settings, monkeypatch):

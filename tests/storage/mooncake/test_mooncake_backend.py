@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 
 import pytest
 
@@ -75,6 +76,33 @@ def test_a_process_gives_its_memory_once_and_until_it_ends(store, cluster):
     assert (len(share._given), cluster.room) == (0, 0)
     give_memory(SETTINGS, 0)
     assert cluster.room == SETTINGS.global_segment_size
+
+
+def test_memory_of_a_client_that_dies_is_given_again_until_taken_back(store, cluster, monkeypatch, caplog):
+    monkeypatch.setattr(share, "PAUSE_S", 0.01)
+    backend = store()
+    put(backend, 1)
+    cluster.refusals["setup"] = -900
+    with socket.socket(fileno=os.dup(share._given[SETTINGS]._connection.fileno())) as other_end:
+        other_end.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(cluster.setups) > 4)
+    cluster.refusals.clear()
+    wait_until(lambda: len(caplog.messages) == 2)
+    assert put(backend, 2) == 1, "by the connection of before, which met no error"
+    take_back_memory()
+    wait_until(lambda: all(thread.name != "kv-mooncake" for thread in threading.enumerate()))
+    assert caplog.messages == [
+        "the process that gives memory to mooncake has ended: the blocks in it are lost",
+        "mooncake has 1 MiB of memory of this process again",
+    ]
+    assert cluster.room == 0
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_memory_that_could_not_be_given_is_given_later(store, cluster):
