@@ -34,6 +34,11 @@ MOST_HELD = 32
 WORKERS_TIMEOUT_S = 60.0
 """For the ranks' storage threads: the workers have been started long ago."""
 
+UNHEARD_S = 600.0
+"""A request that FastDeploy took, and does not know after so long, is gone. A prefill server knows requests with a seat
+alone.
+"""
+
 CONNECT_TIMEOUT_S = 360.0
 """For all ranks to use the store; each gives up by itself before."""
 
@@ -68,8 +73,10 @@ class EngineStorage:
         """Requests that wait here, by id, in order of arrival."""
         self._released: dict[str, Any] = {}
         """Requests on their way from here to FastDeploy's queue."""
-        self._ahead: set[str] = set()
-        """Requests in FastDeploy's queue that blocks are still fetched for."""
+        self._ahead: dict[str, float] = {}
+        """Requests that FastDeploy has taken and that blocks are still fetched for. When one that FastDeploy does not
+        know yet is gone (`time.monotonic`).
+        """
 
     def start(self, run: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Listen to the workers' storage threads, and look for the namespace on a thread, or as `run` does: requests
@@ -132,7 +139,7 @@ class EngineStorage:
             self.tier.request_arrived(request_id, tokens, self._token_ids(tokens))
             if self.tier.may_start(request_id) or len(self._held) >= MOST_HELD:
                 self.tier.request_passes(request_id)
-                self._ahead.add(request_id)
+                self._ahead[request_id] = time.monotonic() + UNHEARD_S
                 return False
             self._held[request_id] = request
             return True
@@ -151,9 +158,12 @@ class EngineStorage:
             while self._answers:
                 self.tier.answered(self._answers.popleft())
             self._name()
-            for request_id in [each for each in self._ahead if each not in manager.requests]:
-                self._leave(request_id)
-            aborted = manager.waiting_abort_req_id_set
+            aborted, now = manager.waiting_abort_req_id_set, time.monotonic()
+            for request_id, gone_at in list(self._ahead.items()):
+                if request_id in manager.requests:
+                    self._ahead[request_id] = 0.0
+                elif now >= gone_at or request_id in aborted:
+                    self._leave(request_id)
             self._let_go([each for each in self._held if each in aborted or self.tier.may_start(each)])
             self.tier.go_on()
             return list(self._released.values())
@@ -183,7 +193,7 @@ class EngineStorage:
             return [self._released.pop(each) for each in list(self._released)[: max(most, 0)]]
 
     def _leave(self, request_id: str) -> None:
-        self._ahead.discard(request_id)
+        self._ahead.pop(request_id, None)
         self.tier.request_left(request_id)
 
     def clear(self) -> None:

@@ -214,6 +214,18 @@ def test_what_is_fetched_for_in_the_queue_is_left_when_it_is_scheduled_or_gone_a
     assert [each for each in told if each[0] == "request_left"] == [("request_left", "c")]
 
 
+@pytest.mark.parametrize(("aborted", "unheard_s", "left"), [((), 600.0, []), (["a"], 600.0, ["a"]), ((), 0.0, ["a"])])
+def test_request_without_a_seat_is_fetched_for_until_it_is_gone(monkeypatch, aborted, unheard_s, left):
+    """FastDeploy's prefill server knows it once it has a seat."""
+    monkeypatch.setattr(storage_module, "UNHEARD_S", unheard_s)
+    storage, tier, told = storage_of()
+    tier.startable.add("a")
+    assert not storage.hold(FakeTask("a", TOKENS), "tokens")
+    for _ in range(2):
+        storage.release(manager_of(aborted=aborted))
+    assert [each[1] for each in told if each[0] == "request_left"] == left
+
+
 @pytest.mark.parametrize("follows_passes", [True, False])
 def test_what_may_be_lost_is_doubted_where_passes_are_followed(follows_passes):
     storage, _, told = storage_of(follows_passes=follows_passes)
