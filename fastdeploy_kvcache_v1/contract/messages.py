@@ -164,10 +164,12 @@ class LoadSlots(NamedTuple):
 
 
 class StoreSource(NamedTuple):
-    """Blocks that `CacheManager.begin_store` or `begin_device_store` keeps in `slots`; empty if they are gone."""
+    """Blocks that `CacheManager` keeps in `slots` for a store; empty if they are gone."""
 
     hashes: tuple[BlockHash, ...]
     slots: tuple[int, ...]
+    parents: tuple[BlockHash | None, ...] = ()
+    """Of `begin_store`: hash of the block before each block, None for the first one of a prompt."""
 
 
 CopyKind = tuple[CacheLevel, CacheLevel]

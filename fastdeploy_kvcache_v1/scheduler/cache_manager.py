@@ -317,7 +317,14 @@ class CacheManager:
         Raises `CacheStateError` if `store_id` has begun already. O(blocks).
         """
         with self._lock:
-            return self._stores.begin_on_device(store_id, hashes, first, most)
+            return self._stores.begin_prefix(store_id, hashes, first, most, CacheLevel.DEVICE)
+
+    def begin_host_store(
+        self, store_id: str, hashes: Sequence[BlockHash], first: int, *, most: int | None = None
+    ) -> StoreSource:
+        """As `begin_device_store`, for blocks on the host. Blocks before `first` may be in another tier."""
+        with self._lock:
+            return self._stores.begin_prefix(store_id, hashes, first, most, CacheLevel.HOST)
 
     def end_store(self, store_id: str) -> None:
         """End a store: nothing reads its slots any more. Raises `CacheStateError` if it had no blocks or has ended."""

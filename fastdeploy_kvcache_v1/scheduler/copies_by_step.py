@@ -43,8 +43,9 @@ class CopiedRun:
             run = run.parent
         return parts[::-1]
 
-    def take(self, wanted: set[int]) -> list[tuple[BlockHash, HostSlot]]:
-        """Return its blocks in host slots `wanted`, in prompt order, and remove these slots from `wanted`.
+    def take(self, wanted: set[int]) -> list[tuple[BlockHash, HostSlot, BlockHash | None]]:
+        """Return its blocks in host slots `wanted`, in prompt order, each with its slot and the hash of the block
+        before it, and remove these slots from `wanted`.
 
         Skips runs that were forgotten or have an open copy. O(blocks looked at), usually only the returned ones. If a
         block left, another copy of the step may have a block in its place: both find it, the first takes it.
@@ -63,7 +64,11 @@ class CopiedRun:
                         wanted.remove(slot)
                         places.append(place)
                         self._looked_at = place + 1 - self._first
-        return [(cells[WIDTH * place], cells[WIDTH * place + HOST]) for place in sorted(places)]
+        top = next((run.parent_hash for run, _, _ in parts if not run.start), None)
+        return [
+            (cells[WIDTH * place], cells[WIDTH * place + HOST], cells[WIDTH * (place - 1)] if place else top)
+            for place in sorted(places)
+        ]
 
 
 class CopiesByStep:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import KVCacheConfig
-from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, LoadSlots, NoSpace, StoreSource
+from ..contract.messages import BlockHash, CacheLevel, LoadSlots, NoSpace, StoreSource
 from ..errors import CacheStateError
 from .block_pool import BlockPool
 from .cache_stats import Counters
 from .invariants import expect
 from .radix_tree import RadixTree
 from .residency import Residency
-from .run import DEVICE
+from .run import DEVICE, HOST
 from .tiering import Tiering
 
 
@@ -123,19 +123,24 @@ class Stores:
         self._require_new(store_id)
         wanted = set(slots)
         blocks = [block for copy in self._tiering.told.of(step) or () for block in copy.take(wanted)]
-        return self._hold(store_id, CacheLevel.HOST, [block for block, _ in blocks], [slot for _, slot in blocks])
+        hashes, held, parents = zip(*blocks, strict=True) if blocks else ((), (), ())
+        return self._hold(store_id, CacheLevel.HOST, hashes, held)._replace(parents=parents)
 
-    def begin_on_device(self, store_id: str, hashes: Sequence[BlockHash], first: int, most: int | None) -> StoreSource:
+    def begin_prefix(
+        self, store_id: str, hashes: Sequence[BlockHash], first: int, most: int | None, level: CacheLevel
+    ) -> StoreSource:
         self._require_new(store_id)
+        tier = DEVICE if level is CacheLevel.DEVICE else HOST
         end = len(hashes) if most is None else min(len(hashes), first + most)
-        slots: list[DeviceSlot] = []
+        slots: list[int] = []
         begin = 0
         for run, count in self._tree.look(hashes, end):
-            if not run.on_device or run.open is CacheLevel.DEVICE:
+            is_there = run.on_device if level is CacheLevel.DEVICE else run.host is not None
+            if (begin + count > first or level is CacheLevel.DEVICE) and (not is_there or run.open is level):
                 break
-            slots += run.slots(DEVICE, run.start + max(0, first - begin), run.start + count)
+            slots += run.slots(tier, run.start + max(0, first - begin), run.start + count)
             begin += count
-        return self._hold(store_id, CacheLevel.DEVICE, hashes[first : first + len(slots)], slots)
+        return self._hold(store_id, level, hashes[first : first + len(slots)], slots)
 
     def _hold(self, store_id: str, level: CacheLevel, hashes: Sequence[BlockHash], slots: Sequence[int]) -> StoreSource:
         if slots:

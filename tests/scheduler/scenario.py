@@ -292,6 +292,9 @@ class Scene:
     def store_on_device(self, text: str, first: str, blocks: str, name: str = "store") -> None:
         self._reads(self.cache.begin_device_store(name, prompt(text).hashes, int(first)), "device_slots", blocks)
 
+    def store_on_host(self, text: str, first: str, blocks: str, name: str = "store") -> None:
+        self._reads(self.cache.begin_host_store(name, prompt(text).hashes, int(first)), "host_slots", blocks)
+
     def _reads(self, source: StoreSource, place: str, blocks: str) -> None:
         found = ",".join(name.decode() for name in source.hashes) or "-"
         assert found == blocks, found

@@ -82,6 +82,15 @@ SCENARIOS = {
         "8+4 write_through: run ab; step one; run abcd; step two; run abcd again; store one a,ab; fail two host all;"
         "run wxyz; step; copied wxyz yynn; end; idle"
     ),
+    # ---- of host slots, by their prompt
+    "a store on the host names blocks that a step took there": (
+        "8+8 write_through: run abcd; store_on_host abcd 0 -; step; store_on_host abcd 1 ab,abc,abcd; end;"
+        "store_on_host ab 0 a,ab; store_on_host abcd 4 - nothing; end; idle"
+    ),
+    "and does not need the blocks before them there": (
+        "8+2: run ab; load abcd 2; arrive 2 2; copied abcd nnyy; store_on_host abcd 0 - nothing;"
+        "store_on_host abcd 2 abc,abcd; end; idle"
+    ),
     # ---- of device slots
     "a store on the device names blocks as far as they are there": (
         "8+0: run abc; store_on_device abcd 1 ab,abc; store_on_device abcd 3 - nothing; end; idle"
@@ -152,8 +161,28 @@ def test_a_store_of_a_part_of_a_run_lets_the_rest_leave_the_host() -> None:
     scene = play("run abcdef; step late", 8, 6, "write_through")
     late, cache = scene.steps["late"], scene.cache
     source = cache.begin_store("store", late.step, frozenset(late.swap_out.target_slots[2:4]))
-    assert source == StoreSource((block("abc"), block("abcd")), late.swap_out.target_slots[2:4])
+    parents = (block("ab"), block("abc"))
+    assert source == StoreSource((block("abc"), block("abcd")), late.swap_out.target_slots[2:4], parents)
     scene.play("run uvwxyz; step; copied uvwxyz yyyynn; end; idle")
+
+
+@pytest.mark.parametrize(
+    # What is computed, each in a step of its own; what is stored of the last step; the block before each block.
+    ("prompts", "blocks", "parents"),
+    [
+        ("ab", "a,ab", "-,a"),
+        ("ab abcd", "abc,abcd", "ab,abc"),
+        ("abcd abxy", "abx,abxy", "ab,abx"),
+        ("ab abcd abcdef", "abcde,abcdef", "abcd,abcde"),
+        ("ab abc abx abxyz", "abxy,abxyz", "abx,abxy"),
+    ],
+)
+def test_stored_block_comes_with_the_hash_of_the_block_before_it(prompts: str, blocks: str, parents: str) -> None:
+    scene = play(";".join(f"run {text}; step {text}" for text in prompts.split()), 16, 16, "write_through")
+    step = scene.steps[prompts.split()[-1]]
+    source = scene.cache.begin_store("store", step.step, frozenset(step.swap_out.target_slots))
+    assert ",".join(each.decode() for each in source.hashes) == blocks
+    assert ",".join("-" if each is None else each.decode() for each in source.parents) == parents
 
 
 def test_a_store_on_the_device_takes_a_piece_of_a_prompt() -> None:
