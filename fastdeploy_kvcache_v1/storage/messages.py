@@ -114,6 +114,9 @@ class CommitDone:
 class TouchDone:
     """The store was told that blocks are in use, or the error says why not."""
 
+    touch_id: str
+    num_stored: int
+    """Of these blocks, from the first one on."""
     error: str | None = None
 
 

@@ -14,7 +14,15 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, ReadStorageTask, WriteDone, WriteStorageTask
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
-from fastdeploy_kvcache_v1.storage.messages import CommitDone, LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
+from fastdeploy_kvcache_v1.storage.messages import (
+    CommitDone,
+    LoadBlocks,
+    LoadDone,
+    QueryDone,
+    StoreBlocks,
+    StoreDone,
+    TouchDone,
+)
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.storage.attention_store.memory import space
 from tests.storage.values import namespace
@@ -38,7 +46,7 @@ class Move(NamedTuple):
 class RecordingLink:
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
-        self.sent, self.queries, self.committed, self.commits, self.touched = [], [], [], [], []
+        self.sent, self.queries, self.committed, self.commits, self.touched, self.touches = [[] for _ in range(6)]
 
     def send(self, command):
         self.sent.append(command)
@@ -53,8 +61,9 @@ class RecordingLink:
         self.committed.append(hashes[-1].decode())
         self.commits.append(store_id)
 
-    def touch(self, hashes):
+    def touch(self, touch_id, hashes):
         self.touched.append(hashes[-1].decode())
+        self.touches.append(touch_id)
 
     def all(self, kind):
         return [command for command in self.sent if isinstance(command, kind)]
@@ -63,15 +72,21 @@ class RecordingLink:
 class Engine:
     """`kind`: which tier the store exchanges blocks with, host or device. `backup`: host blocks that it does not."""
 
-    def __init__(self, kind, *, device=256, host=64, backup=0, ranks=2, events=0, block_size=1, **settings):
+    def __init__(
+        self, kind, *, device=256, host=64, backup=0, ranks=2, events=0, block_size=1, policy=None, **settings
+    ):
         self.kind, self.ranks, self.block_size, self.now = kind, ranks, block_size, 0.0
         self.commit_error = None
         on_host = kind == "host"
         make = StorageTier if on_host else AttentionStoreTier
-        policy = {"write_policy": WritePolicy.WRITE_THROUGH} if on_host else {}
+        policy = policy or (WritePolicy.WRITE_THROUGH if on_host else KVCacheConfig.write_policy)
         self.manager = CacheManager(
             KVCacheConfig(
-                device, host if on_host else backup, block_size=block_size, max_queued_events=events, **policy
+                device,
+                host if on_host else backup,
+                block_size=block_size,
+                max_queued_events=events,
+                write_policy=policy,
             )
         )
         self.link = RecordingLink(ranks)
@@ -126,6 +141,10 @@ class Engine:
             self.tier.answered(done)
         while self.link.commits:
             self.tier.answered(CommitDone(self.link.commits.pop(), self.commit_error))
+
+    def touched(self, num_stored, error=None):
+        """The store has so many of the blocks that it was told of last."""
+        self.tier.answered(TouchDone(self.link.touches[-1], num_stored, error))
 
     def compute(self, text, **options):
         """A whole request. Returns its step; that its bytes are there is told by `report`."""

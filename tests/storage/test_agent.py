@@ -85,8 +85,10 @@ def test_all_parts_of_blocks_that_are_in_use_are_touched(machine, ranks):
     server = machine(ranks=ranks)
     touched = []
     server.faults["touch"] = lambda keys: touched.extend(keys)
-    server.link.touch(HASHES[:2])
-    assert server.answer() == TouchDone()
+    server.store(0)
+    server.commit(0)
+    server.link.touch("t", HASHES[:2])
+    assert server.answer() == TouchDone("t", 1)
     parts = [[commit_key(each), block_key(each, 0), block_key(each, 1)] for each in HASHES[:2]]
     assert touched == (KEYS[:2] if ranks == 1 else parts[0] + parts[1])
 

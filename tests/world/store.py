@@ -18,7 +18,15 @@ from fastdeploy_kvcache_v1.contract.messages import CacheLevel
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
-from fastdeploy_kvcache_v1.storage.messages import CommitDone, LoadBlocks, LoadDone, QueryDone, StoreDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.messages import (
+    CommitDone,
+    LoadBlocks,
+    LoadDone,
+    QueryDone,
+    StoreDone,
+    TouchDone,
+    UseNamespace,
+)
 
 from .chance import pick
 from .memory import GARBAGE, WrongError
@@ -94,7 +102,8 @@ class Store:
         self._world, self._memories, self.num_ranks = world, memories, len(memories)
         self.namespace = ""
         self.values: dict[Hashable, Value] = {}
-        self.calls: dict[str, deque[Call]] = {kind: deque() for kind in ("query", "load", "store", "state", "commit")}
+        kinds = ("query", "load", "store", "state", "commit", "touch")
+        self.calls: dict[str, deque[Call]] = {kind: deque() for kind in kinds}
         """Open calls by kind."""
         self.index: set[Hashable] = set()
         """Paths of blocks that the server has stated to have."""
@@ -112,10 +121,11 @@ class Store:
         """Mark nothing: here all ranks store a block at once."""
         self._begin(Call("commit", store_id, self._named(hashes)))
 
-    def touch(self, *hashes: object) -> None:
-        """Do nothing."""
+    def touch(self, touch_id: str, hashes: Sequence[Hashable]) -> None:
+        self._begin(Call("touch", touch_id, self._named(hashes)))
 
-    close = touch
+    def close(self) -> None:
+        """Do nothing."""
 
     def query(self, query_id: str, hashes: Sequence[Hashable]) -> None:
         self._begin(Call("query", query_id, self._named(hashes)))
@@ -230,6 +240,9 @@ class Store:
 
     def _commit(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
         return [CommitDone(call.name, "no route to host" if fails else None)]
+
+    def _touch(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
+        return [TouchDone(call.name, len(self._stored(call.path)), "no route to host" if fails else None)]
 
     def _stored_on(self, rank: int, call: Call, fails: bool) -> Any:
         return StoreDone(call.name, rank, len(call.slots), error="disk full" if fails else None)

@@ -72,9 +72,6 @@ class DeviceTarget(Target):
             )
         )
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """The SDK knows by itself what it was asked for, and cannot be told more."""
-
 
 def plain_prefix(sequence: BlockHashes, token_ids: Sequence[int], block_size: int) -> tuple[Prefix, int]:
     """All whole blocks before the last token that their token ids name, and how many are left out.

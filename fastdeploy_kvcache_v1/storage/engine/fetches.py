@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel, LoadSlots
 from ...contract.misses import MissReason, StoredPrefix
 from ...scheduler.cache_manager import CacheManager
-from ..messages import LoadDone, QueryDone
+from ..messages import LoadDone, QueryDone, TouchDone
 from ..settings import Prefetch, StorageSettings
 from .breaker import Breaker, of_rank
 from .counters import StorageCounters
@@ -85,6 +85,8 @@ class Fetches:
         """It was left alone because it says nothing."""
         self._touched: dict[BlockHash, float] = {}
         """When a prefix, by its last block, was last said to be in use."""
+        self._touches: dict[str, Sequence[BlockHash]] = {}
+        """What the store was told, and has not answered."""
 
     def arrived(self, request_id: str, sequence: BlockHashes, token_ids: Sequence[int] = ()) -> None:
         """A request waits: look for its prefix, unless too little of it is missing to be worth it."""
@@ -259,6 +261,7 @@ class Fetches:
     def forget(self) -> None:
         """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
         self._fetches.clear()
+        self._touches.clear()
 
     @property
     def num_waiting_requests(self) -> int:
@@ -381,13 +384,20 @@ class Fetches:
     def _touch(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Blocks that are hit in the tiers above are not asked for, and would be taken for unused."""
         last = hashes[-1]
-        if now - self._touched.get(last, -TOUCH_EVERY_S) < TOUCH_EVERY_S:
+        if now - self._touched.get(last, -TOUCH_EVERY_S) < TOUCH_EVERY_S or len(self._touches) >= MOST_QUESTIONS:
             return
         self._touched.pop(last, None)
         self._touched[last] = now
         if len(self._touched) > TOUCHES_REMEMBERED:
             del self._touched[next(iter(self._touched))]
-        self._target.touch(hashes)
+        touch_id = f"touch-{next(self._numbers)}"
+        if self._target.touch(touch_id, hashes):
+            self._touches[touch_id] = hashes
+
+    def touch_done(self, answer: TouchDone) -> Sequence[BlockHash]:
+        """Returns the blocks that are in use; none if the store was not asked, or the cache was reset since."""
+        hashes = self._touches.pop(answer.touch_id, ())
+        return () if answer.error is not None else hashes
 
     def _is_short(self, num_blocks: int) -> bool:
         return num_blocks * self._block_size < self._settings.min_tokens

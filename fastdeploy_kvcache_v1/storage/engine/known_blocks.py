@@ -1,4 +1,4 @@
-"""KnownBlocks: blocks that this server has lately stored or loaded."""
+"""KnownBlocks: blocks that this server lately stored, loaded, or could not store."""
 
 from __future__ import annotations
 
@@ -14,20 +14,31 @@ MOST_KNOWN = 65_536
 
 
 class KnownBlocks:
-    """For debug pages only: the store may have deleted a block since. One thread adds; lookups are thread-safe."""
+    """Contains the stored ones; the store may have deleted a block since. One thread adds; lookups are thread-safe."""
 
     def __init__(self) -> None:
-        self._blocks = OrderedDict[BlockHash, None]()  # a dict searches for its first key, past deleted ones
+        self._blocks = OrderedDict[object, bool]()  # a dict searches for its first key, past deleted ones
+        """Whether it is stored."""
 
     def __contains__(self, block: object) -> bool:
-        return block in self._blocks
+        return self._blocks.get(block, False)
 
-    def add(self, hashes: Sequence[BlockHash]) -> None:
+    def lacks(self, block: BlockHash) -> bool:
+        """Whether the block is known not to be stored."""
+        return not self._blocks.get(block, True)
+
+    def add(self, hashes: Sequence[BlockHash], *, are_stored: bool = True) -> None:
         for block in hashes:
             self._blocks.pop(block, None)
-            self._blocks[block] = None
+            self._blocks[block] = are_stored
         while len(self._blocks) > MOST_KNOWN:
             self._blocks.popitem(last=False)
+
+    def deleted(self, hashes: Sequence[BlockHash]) -> None:
+        """Those of `hashes` that were stored are not stored any more."""
+        for block in hashes:
+            if block in self:
+                del self._blocks[block]
 
     def forget(self) -> None:
         self._blocks = OrderedDict()

@@ -49,7 +49,7 @@ class Link(Protocol):
     def commit(self, store_id: str, hashes: Sequence[BlockHash]) -> None:
         """Several ranks have stored their parts of these blocks: mark them as stored. Answered by one `CommitDone`."""
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
+    def touch(self, touch_id: str, hashes: Sequence[BlockHash]) -> None:
         """These blocks, from the first one of a prompt on, are in use: others should go first. Answered by one
         `TouchDone`.
         """
@@ -75,10 +75,11 @@ class _Commit:
 
 @dataclass(frozen=True)
 class _Touch:
+    touch_id: str
     hashes: tuple[BlockHash, ...]
 
     def failed(self, error: str) -> TouchDone:
-        return TouchDone(error)
+        return TouchDone(self.touch_id, 0, error)
 
 
 class StorageLink:
@@ -158,8 +159,8 @@ class StorageLink:
     def commit(self, store_id: str, hashes: Sequence[BlockHash]) -> None:
         self._ask_later(_Commit(store_id, tuple(hashes)))
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        self._ask_later(_Touch(tuple(hashes)))
+    def touch(self, touch_id: str, hashes: Sequence[BlockHash]) -> None:
+        self._ask_later(_Touch(touch_id, tuple(hashes)))
 
     def close(self) -> None:
         """Nothing is delivered afterwards. May be called again."""
@@ -177,9 +178,10 @@ class StorageLink:
         start = time.perf_counter()
         if isinstance(command, _Touch):
             backend.touch([key for block in command.hashes for key in self._all_keys(block)])
-            return TouchDone()
         # With one rank its part is the block: it is stored as a whole or not at all.
         keys = [commit_key(block) if self.num_ranks > 1 else block_key(block, 0) for block in command.hashes]
+        if isinstance(command, _Touch):
+            return TouchDone(command.touch_id, backend.count_stored(keys))
         if isinstance(command, _Query):
             stored = backend.count_stored(keys)
             return QueryDone(command.query_id, stored, time.perf_counter() - start)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from ...contract.messages import SWAP_OUT, SwapStep, WorkerReport
 
 __all__ = ["OpenCopies"]
+
+NEVER = sys.maxsize
+"""A step that is not told."""
 
 
 class OpenCopies:
@@ -52,6 +56,11 @@ class OpenCopies:
         """Those of host `slots` that no step after `step` fills."""
         return frozenset(slot for slot in slots if self._last_filled.get(slot) == step)
 
+    def is_filled(self, slot: int) -> bool:
+        """The last copy into a host slot has ended on all ranks, and is not known to have failed."""
+        step = self._last_filled.get(slot)
+        return step is not None and self.have_ended(step)
+
     @property
     def last_told(self) -> int:
         """The last step that the workers were told of; -1 for none."""
@@ -63,6 +72,7 @@ class OpenCopies:
 
     def forget_filled(self, through: int | None) -> None:
         """What the open steps up to `through` (None: all) fill is not wanted, or is perhaps never filled."""
-        for step in self._open:
+        for step, slots in self._open.items():
             if through is None or step <= through:
+                self._last_filled.update(dict.fromkeys(self.still_filled(step, slots), NEVER))
                 self._open[step] = ()

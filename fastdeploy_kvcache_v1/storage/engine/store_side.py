@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ...contract.messages import BlockHashes, CopyResult
+from ...contract.messages import BlockHash, BlockHashes, CopyResult
 from ..messages import CommitDone, StoreDone
 
 __all__ = ["StoreSide"]
@@ -25,6 +25,9 @@ class StoreSide(ABC):
 
     def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:  # noqa: B027
         """A request that has computed blocks is over: what it committed is cached, or was evicted since."""
+
+    def in_use(self, hashes: Sequence[BlockHash], num_stored: int) -> None:  # noqa: B027
+        """Blocks from the first one of a prompt on were hit, and the first `num_stored` of them are stored."""
 
     def cache_reset(self) -> None:  # noqa: B027
         """`CacheManager.reset_cache` was called."""

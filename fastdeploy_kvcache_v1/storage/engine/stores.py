@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ...contract.messages import BlockHash
 from ...scheduler.cache_manager import CacheManager
@@ -44,8 +45,7 @@ class Stores(StoreSide):
         self._breaker = Breaker(clock)
         self._counters = counters
         self._known = known
-        self._waiting: deque[tuple[int, frozenset[int]]] = deque()
-        """Step and host slots that it filled."""
+        self._waiting: deque[_Filled | _Prefix] = deque()
         self._under_way: dict[str, _Store] = {}
         self._committing: dict[str, _Store] = {}
         """All ranks have stored their parts, and no slot is kept."""
@@ -54,24 +54,77 @@ class Stores(StoreSide):
     def filled(self, step: int, slots: Sequence[int]) -> None:
         """`step` has filled these host slots, on every rank; in the order of their blocks."""
         for start in range(0, len(slots), self.piece_blocks):
-            piece = frozenset(slots[start : start + self.piece_blocks])
-            if len(self._waiting) == MOST_WAITING:
-                self._counters.skipped_store_blocks += len(self._waiting.popleft()[1])
-            self._waiting.append((step, piece))
+            self._wait(_Filled(step, frozenset(slots[start : start + self.piece_blocks])))
+
+    def in_use(self, hashes: Sequence[BlockHash], num_stored: int) -> None:
+        """What is missing in the store is stored from the host: when it got there, the store failed, or had no room."""
+        self._known.add(hashes[:num_stored])
+        self._known.deleted(hashes[num_stored:])
+        if num_stored < len(hashes):
+            self._wait(_Prefix(hashes, num_stored))
+
+    def _wait(self, piece: _Filled | _Prefix) -> None:
+        if len(self._waiting) == MOST_WAITING:
+            self._counters.skipped_store_blocks += self._waiting.popleft().num_blocks
+        self._waiting.append(piece)
 
     def go_on(self) -> None:
         """Begin what can begin now: call it after answers and reports."""
-        while self._waiting and len(self._under_way) < self.pieces_under_way:
-            step, slots = self._waiting.popleft()
-            store_id = f"store-{next(self._numbers)}"
-            if not self._breaker.may_pass():
-                self._counters.skipped_store_blocks += len(slots)
+        while self._waiting and len(self._under_way) < self.pieces_under_way and not self._is_tried:
+            piece, store_id = self._waiting.popleft(), f"store-{next(self._numbers)}"
+            if isinstance(piece, _Filled):
+                blocks = self._begin_filled(store_id, piece)
+            else:
+                blocks = self._begin_prefix(store_id, piece)
+            if not blocks:
                 continue
-            source = self._manager.begin_store(store_id, step, self._copies.still_filled(step, slots))
-            self._counters.skipped_store_blocks += len(slots) - len(source.slots)
-            if source.slots:
-                self._under_way[store_id] = _Store(source.hashes, self._link.num_ranks)
-                self._link.send(StoreBlocks(store_id, source.hashes, source.slots))
+            hashes, slots = zip(*blocks, strict=True)
+            if self._breaker.may_pass():
+                self._under_way[store_id] = _Store(hashes, self._link.num_ranks)
+                self._link.send(StoreBlocks(store_id, hashes, slots))
+            else:
+                self._manager.end_store(store_id)
+                self._counters.skipped_store_blocks += len(blocks)
+                self._known.add(hashes, are_stored=False)
+
+    def _begin_filled(self, store_id: str, piece: _Filled) -> list[tuple[BlockHash, int]]:
+        """Begin a store of the blocks that are still there. Without any, none has begun.
+
+        A block behind one that is not stored could not be found: it is stored once the prompt is hit, see `in_use`.
+        """
+        source = self._manager.begin_store(store_id, piece.step, self._copies.still_filled(*piece))
+        blocks: dict[BlockHash, int] = {}
+        for block, slot, parent in zip(*source, strict=True):
+            if parent is None or parent in blocks or self._is_under_way(parent) or not self._known.lacks(parent):
+                blocks[block] = slot
+            else:
+                self._known.add([block], are_stored=False)
+        self._counters.skipped_store_blocks += piece.num_blocks - len(blocks)
+        if source.slots and not blocks:
+            self._manager.end_store(store_id)
+        return list(blocks.items())
+
+    def _begin_prefix(self, store_id: str, piece: _Prefix) -> list[tuple[BlockHash, int]]:
+        """As `_begin_filled`, of a prompt's next blocks that are missing in the store and are on the host."""
+        hashes, begin = piece
+        while begin < len(hashes) and (hashes[begin] in self._known or self._is_under_way(hashes[begin])):
+            begin += 1
+        source = self._manager.begin_host_store(store_id, hashes, begin, most=self.piece_blocks)
+        blocks = list(zip(source.hashes, source.slots, strict=True))
+        blocks = list(itertools.takewhile(lambda block: self._copies.is_filled(block[1]), blocks))
+        if source.slots and not blocks:
+            self._manager.end_store(store_id)
+        elif blocks:
+            self._waiting.appendleft(_Prefix(hashes, begin + len(blocks)))
+        return blocks
+
+    @property
+    def _is_tried(self) -> bool:
+        """The store was left alone, and what waits will be told whether it works again."""
+        return self._breaker.is_open and bool(self._under_way or self._committing)
+
+    def _is_under_way(self, block: BlockHash) -> bool:
+        return any(block in store.hashes for store in (*self._under_way.values(), *self._committing.values()))
 
     def cache_reset(self) -> None:
         """What is under way ends where it began, and the marker would be written where blocks are stored then."""
@@ -85,13 +138,13 @@ class Stores(StoreSide):
         store.error = store.error or of_rank(answer)
         if answer.num_refused:
             self._counters.refused_store_blocks += answer.num_refused
-            store.is_wanted = False
+            store.is_refused = True
         store.num_ranks_left -= 1
         if store.num_ranks_left:
             return
         del self._under_way[answer.store_id]
         self._manager.end_store(answer.store_id)
-        if self._link.num_ranks > 1 and store.error is None and store.is_wanted:
+        if self._link.num_ranks > 1 and store.error is None and store.is_wanted and not store.is_refused:
             self._committing[answer.store_id] = store
             self._link.commit(answer.store_id, store.hashes)
         else:
@@ -105,8 +158,8 @@ class Stores(StoreSide):
 
     def _ended(self, store: _Store) -> None:
         self._breaker.answered(store.error)
-        if store.error is None and store.is_wanted:
-            self._known.add(store.hashes)
+        if store.is_wanted:
+            self._known.add(store.hashes, are_stored=store.error is None and not store.is_refused)
 
     @property
     def is_left_alone(self) -> bool:
@@ -119,13 +172,37 @@ class Stores(StoreSide):
         return not self._under_way
 
 
+class _Filled(NamedTuple):
+    """Host slots that a step filled."""
+
+    step: int
+    slots: frozenset[int]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.slots)
+
+
+class _Prefix(NamedTuple):
+    """Blocks of a prompt from `begin` on."""
+
+    hashes: Sequence[BlockHash]
+    begin: int
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes) - self.begin
+
+
 class _Store:
-    __slots__ = ("error", "hashes", "is_wanted", "num_ranks_left")
+    __slots__ = ("error", "hashes", "is_refused", "is_wanted", "num_ranks_left")
 
     def __init__(self, hashes: tuple[BlockHash, ...], num_ranks: int) -> None:
         self.hashes = hashes
         self.num_ranks_left = num_ranks
         self.error: str | None = None
         """Of the first rank that failed, or of the commit."""
+        self.is_refused = False
+        """A rank had no room for a value."""
         self.is_wanted = True
-        """Not once a rank has refused a value, or the cache was reset."""
+        """Not once the cache was reset."""

@@ -61,9 +61,9 @@ class Target(ABC):
         one `LoadDone`.
         """
 
-    @abstractmethod
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """These blocks, from the first one of a prompt on, are in use. Not answered."""
+    def touch(self, touch_id: str, hashes: Sequence[BlockHash]) -> bool:
+        """These blocks, from the first one of a prompt on, are in use. Returns True if one `TouchDone` will answer."""
+        return False
 
 
 class HostTarget(Target):
@@ -97,5 +97,6 @@ class HostTarget(Target):
         hashes = tuple(prefix.hashes[begin : begin + len(slots)])
         self._link.send(LoadBlocks(load_id, hashes, tuple(slots)))
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        self._link.touch(hashes)
+    def touch(self, touch_id: str, hashes: Sequence[BlockHash]) -> bool:
+        self._link.touch(touch_id, hashes)
+        return True

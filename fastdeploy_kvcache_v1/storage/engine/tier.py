@@ -179,8 +179,8 @@ class StorageTier:
     def answered(self, answer: Answer) -> None:
         """What the link delivers, in order."""
         if isinstance(answer, TouchDone):
-            return
-        if isinstance(answer, CommitDone):
+            self._stores.in_use(self._fetches.touch_done(answer), answer.num_stored)
+        elif isinstance(answer, CommitDone):
             self._stores.commit_done(answer)
         else:
             self._heard(answer)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import (
     SWAP_IN,
     SWAP_OUT,
@@ -19,7 +20,7 @@ from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_
 from fastdeploy_kvcache_v1.storage.engine.open_passes import OpenPasses
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
-from fastdeploy_kvcache_v1.storage.messages import CommitDone, QueryDone, TouchDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.messages import CommitDone, QueryDone, StoreDone, TouchDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.settings import Prefetch
 from tests.storage.engines import Engine, Prompt
 
@@ -476,6 +477,162 @@ def test_blocks_that_one_rank_failed_to_store_are_not_committed(first):
     made.check_idle()
 
 
+@pytest.mark.parametrize("why", ["fails", "is full", "cannot commit", "loses blocks"])
+def test_hit_blocks_that_are_missing_in_the_store_are_stored_again(why):
+    made = host()
+    made.report(made.compute("abcd!"))
+    made.commit_error = "no route" if why == "cannot commit" else None
+    made.stored(made.stores[0], **{"fails": {"error": "disk full"}, "is full": {"num_refused": 2}}.get(why, {}))
+    made.commit_error = None
+    made.arrive("r", "abcd!")
+    assert len(made.stores) == 1
+    made.touched(2)
+    assert [store.path for store in made.stores] == ["abcd", "abcd"]
+    assert made.stores[1].slots == made.stores[0].slots[2:], "from the first missing one on"
+    made.stored(made.stores[1])
+    assert made.link.committed[-1] == "abcd"
+    made.now = TOUCH_EVERY_S
+    made.arrive("s", "abcd!")
+    made.touched(4)
+    assert len(made.stores) == 2
+    made.check_idle()
+
+
+def test_tail_behind_a_block_that_is_not_stored_is_not_stored_before_it():
+    made = host()
+    made.report(made.compute("abc!"))
+    made.stored(made.stores[0], error="disk full")
+    for text in ("abcde!", "abcdefg!"):
+        made.report(made.compute(text))
+    assert len(made.stores) == 1
+    assert made.tier.counters.skipped_store_blocks == 4
+    made.report(made.compute("xyz!"))
+    assert made.stores[-1].path == "xyz", "another prompt is"
+    made.stored(made.stores[-1])
+    made.arrive("r", "abcdefg!")
+    made.touched(0)
+    assert (made.stores[-1].path, len(made.stores[-1].slots)) == ("abcdefg", 7)
+    made.report(made.compute("abcdefghi!"))
+    assert made.stores[-1].path == "abcdefghi", "its hole is being closed"
+    for store in made.stores[2:]:
+        made.stored(store)
+    made.check_idle()
+
+
+def test_failed_blocks_that_are_computed_again_are_stored_as_a_whole():
+    made = host()
+    made.report(made.compute("abc!"))
+    made.stored(made.stores[0], error="disk full")
+    made.manager.reset_cache()
+    made.tier.cache_reset()
+    made.report(made.compute("abc!"))
+    assert [(store.path, len(store.slots)) for store in made.stores] == [("abc", 3)] * 2
+    made.stored(made.stores[1])
+    made.check_idle()
+
+
+def test_tail_that_leaves_the_device_before_its_prefix_is_stored_before_it():
+    """With `write_back`, leaves go first: the prefix, which is missing in the store, follows."""
+    made = host(device=6, policy=WritePolicy.WRITE_BACK)
+    made.compute("abcdef!")
+    made.arrive("r", "abcdef!")
+    made.touched(0)
+    assert made.stores == []
+    made.report(made.compute("xyz!"))
+    made.report(made.compute("uvw!"))
+    assert [(store.path, len(store.slots)) for store in made.stores] == [("abcdef", 3), ("abc", 3)]
+    for store in made.stores:
+        made.stored(store)
+    made.check_idle()
+
+
+@pytest.mark.parametrize("what", ["a copy that may have failed", "a copy under way", "blocks on the device alone"])
+def test_hit_blocks_whose_bytes_are_not_on_the_host_are_not_stored(what):
+    made = host(host=0 if what == "blocks on the device alone" else 64)
+    step = made.compute("abcd!")
+    if what == "a copy that may have failed":
+        made.tier.copies_doubted(step.step)
+        made.report(step)
+    made.arrive("r", "abcd!")
+    made.touched(0)
+    assert made.stores == []
+    made.report(step)
+    assert len(made.stores) == (what == "a copy under way")
+    for store in made.stores:
+        made.stored(store)
+    made.check_idle()
+
+
+def test_hit_blocks_that_are_being_stored_are_not_stored_twice():
+    made = host(host=256)
+    made.report(made.compute(LONG))
+    made.arrive("r", LONG)
+    made.touched(0)
+    number = 0
+    while not made.tier.is_idle:
+        made.stored(made.stores[number])
+        number += 1
+    assert [len(store.slots) for store in made.stores] == [32, 32, 32, 32, 32, 32, 7]
+    assert made.tier.counters.skipped_store_blocks == 0
+    made.check_idle()
+
+
+def test_blocks_of_a_prompt_follow_once_a_store_that_was_left_alone_works():
+    """One piece tries it; while it does, the others wait."""
+    made = host(host=256)
+    made.report(made.compute(LONG[:101]))
+    for number in range(4):
+        made.stored(made.stores[number], error="disk full")
+    assert made.tier.is_left_alone
+    made.arrive("r", LONG[:101])
+    made.touched(0)
+    assert len(made.stores) == 4, "its pause is not over"
+    made.now = TOUCH_EVERY_S
+    made.arrive("s", LONG[:101])
+    made.touched(0)
+    assert len(made.stores) == 5
+    for number in range(4, 8):
+        made.stored(made.stores[number])
+        assert not made.tier.is_left_alone
+    assert [store.path for store in made.stores[4:]] == [LONG[:32], LONG[:64], LONG[:96], LONG[:100]]
+    made.check_idle()
+
+
+def test_tail_of_blocks_that_a_failing_store_was_not_given_is_not_stored():
+    made = host()
+    for number in range(3):
+        made.stored(begin(made, "store", number), error="no route")
+    made.report(made.compute("abc!"))
+    made.now = TOUCH_EVERY_S
+    made.report(made.compute("abcde!"))
+    assert len(made.stores) == 3
+    made.report(made.compute("xyz!"))
+    assert made.stores[3].path == "xyz", "nothing else has tried whether the store works"
+    made.stored(made.stores[3])
+    assert not made.tier.is_left_alone
+    made.check_idle()
+
+
+def test_answers_of_before_a_reset_say_nothing_of_the_new_namespace():
+    made = host()
+    for text in ("abc!", "xyz!"):
+        made.report(made.compute(text))
+    made.arrive("r", "abc!")
+    for rank in range(2):
+        made.tier.answered(StoreDone(made.stores[1].id, rank, 3))
+    made.manager.reset_cache()
+    made.tier.cache_reset()
+    made.tier.use_namespace(replace(made.namespace, weight_epoch="1"))
+    made.touched(3)
+    made.stored(made.stores[0])
+    assert made.link.committed == ["xyz"]
+    assert not [block for text in ("abc", "xyz") for block in Prompt(text).hashes if block in made.tier.known]
+    made.report(made.compute("abc!"))
+    made.stored(made.stores[-1])
+    assert made.link.committed == ["xyz", "abc"]
+    made.check_idle()
+
+
 @pytest.mark.parametrize(("kind", "num_blocks", "sizes"), [("host", 256, [32, 32]), ("device", 256, [32])])
 def test_two_pieces_are_stored_at_a_time(kind, num_blocks, sizes):
     made = Engine(kind, host=256, device=256)
@@ -666,7 +823,7 @@ def test_touches_and_commits_are_no_questions_and_close_no_breaker():
         made.arrive(f"{number}", f"{number}bc!")
         made.answer(0, error="no route")
     assert made.tier.is_left_alone
-    for answer in (TouchDone(), TouchDone("no route"), CommitDone("s")):
+    for answer in (TouchDone("t", 3), TouchDone("u", 0, "no route"), CommitDone("s")):
         made.tier.answered(answer)
     assert made.tier.is_left_alone
     assert (told, made.tier.counters.query_failures) == (["query"], 3)

@@ -33,8 +33,9 @@ class Told:
         self.stated: list[Any] = []
         """What the index took, in order."""
 
-    def touch(self, hashes):
+    def touch(self, touch_id, hashes):
         self.touched.append(list(hashes))
+        super().touch(touch_id, hashes)
 
     def _load(self, *given):
         return [replace(each, seconds=each.num_arrived * self.seconds_per_block) for each in super()._load(*given)]
