@@ -274,10 +274,11 @@ class ResourceManager:
             raise
         except Exception:  # as FastDeploy does
             return False
-        found = metrics["gpu_match_token_num"] + metrics["cpu_match_token_num"]
+        found = sum(metrics[f"{tier}_match_token_num"] for tier in ("gpu", "cpu", "storage"))
         if found != matched or (task.skip_reading_prefix_cache and matched):
             raise WrongError(f"{task.request_id} matches {matched} tokens, its metrics say {found}")
         task.block_tables, task.num_computed_tokens = table, matched
+        task.storage_cache_token_num = metrics["storage_match_token_num"]
         return True
 
     def _new_blocks(self, task: Task, tokens: int) -> int:

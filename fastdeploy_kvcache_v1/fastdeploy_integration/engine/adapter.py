@@ -190,11 +190,12 @@ class PrefixCacheAdapter:
                 admitted = None
             if isinstance(admitted, NoSpace):
                 raise CacheStateError(f"{task.request_id}: no device room for {admitted.needed} host blocks")
-            match, table = admitted or (MatchResult(task.request_id, (), self._block_size), [])
-            task.num_cached_blocks = len(table)
-            return table, match.num_tokens, match_metrics(match, table)
+            if admitted is None:
+                admitted = [], 0, match_metrics(MatchResult(task.request_id, (), self._block_size), ())
+            task.num_cached_blocks = len(admitted[0])
+            return admitted
 
-    def _admit(self, task: Any) -> tuple[MatchResult, list[DeviceSlot]] | NoSpace | None:
+    def _admit(self, task: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]] | NoSpace | None:
         """None when another request has the id: the blocks that it reads are in its record."""
         record = self._records.get(task.request_id)
         if record is not None and record.tokens.task is not task:
@@ -213,11 +214,12 @@ class PrefixCacheAdapter:
             return allocation
         table = self.manager.block_table(task.request_id)
         self._records[task.request_id] = Record(tokens, len(table))
-        host = match.num_host_blocks * self._block_size
-        self._batch.match(task, num_loading_tokens=host)
+        self._batch.match(task, num_loading_tokens=match.num_host_blocks * self._block_size)
+        metrics = match_metrics(match, table, tokens.hashes, None if self.storage is None else self.storage.tier.unused)
         if tokens.access.reads:
-            self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
-        return match, table
+            device, host, stored = (metrics[f"{tier}_match_token_num"] for tier in ("gpu", "cpu", "storage"))
+            self.hit_rates.count(tokens.num_tokens, device=device, host=host, stored=stored)
+        return table, match.num_tokens, metrics
 
     def _match(self, task: Any, tokens: TaskTokens) -> MatchResult:
         """What it starts from."""
@@ -247,6 +249,8 @@ class PrefixCacheAdapter:
             if record is None:
                 return
             self._count_start(record)
+            if self.storage is not None and not record.is_scheduled:
+                self.storage.tier.request_used(record.tokens.hashes[: record.num_owned])
             record.is_scheduled = True
             if self.traced is not None:
                 self.traced.scheduled(record.tokens)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from ...contract.messages import CacheLevel, DeviceSlot, MatchResult
+from ...contract.messages import BlockHash, CacheLevel, DeviceSlot, MatchResult
 from ...scheduler.cache_manager import CacheManager
 
 WINDOW = 10_000
@@ -24,17 +24,21 @@ class HitRates:
         self.num_tokens = 0
         self.num_device_tokens = 0
         self.num_host_tokens = 0
+        self.num_stored_tokens = 0
         self._has_news = True
 
-    def count(self, num_tokens: int, *, device: int, host: int) -> None:
-        """A request of `num_tokens` tokens matched `device` and `host` tokens of the two tiers."""
+    def count(self, num_tokens: int, *, device: int, host: int, stored: int = 0) -> None:
+        """A request of `num_tokens` tokens matched `device` and `host` tokens of the two tiers, and `stored` tokens
+        that were loaded.
+        """
         if self.num_requests >= WINDOW:
             self.reset()
         self.num_requests += 1
-        self.num_hits += device + host > 0
+        self.num_hits += device + host + stored > 0
         self.num_tokens += num_tokens
         self.num_device_tokens += device
         self.num_host_tokens += host
+        self.num_stored_tokens += stored
         self._has_news = True
 
     def publish(self, gauges: Any) -> None:
@@ -44,7 +48,8 @@ class HitRates:
         self._has_news = False
         requests, tokens = max(1, self.num_requests), max(1, self.num_tokens)
         gauges.hit_req_rate.set(self.num_hits / requests)
-        gauges.hit_token_rate.set((self.num_device_tokens + self.num_host_tokens) / tokens)
+        num_hit_tokens = self.num_device_tokens + self.num_host_tokens + self.num_stored_tokens
+        gauges.hit_token_rate.set(num_hit_tokens / tokens)
         gauges.gpu_hit_token_rate.set(self.num_device_tokens / tokens)
         gauges.cpu_hit_token_rate.set(self.num_host_tokens / tokens)
 
@@ -76,22 +81,35 @@ class PoolGauges:
         self.publish_free()
 
 
-def match_metrics(match: MatchResult, table: Sequence[DeviceSlot]) -> dict[str, Any]:
-    """FastDeploy changes the dictionary. `table` begins with the slots of the match."""
+def match_metrics(
+    match: MatchResult,
+    table: Sequence[DeviceSlot],
+    hashes: Sequence[BlockHash] = (),
+    loaded: Callable[[CacheLevel], Container[BlockHash]] | None = None,
+) -> dict[str, Any]:
+    """FastDeploy changes the dictionary. `table` begins with the slots of the match, `hashes` with its blocks.
+    `loaded`: blocks in a tier that the store brought for this request.
+    """
     on_device: list[DeviceSlot] = []
     from_host: list[DeviceSlot] = []
+    from_store: list[DeviceSlot] = []
     start = 0
     for span in match.spans:
+        end = start + span.length
         target = on_device if span.level is CacheLevel.DEVICE else from_host
-        target.extend(table[start : start + span.length])
-        start += span.length
+        if loaded is not None and (stored := loaded(span.level)):
+            for slot, block in zip(table[start:end], hashes[start:end], strict=True):
+                (from_store if block in stored else target).append(slot)
+        else:
+            target.extend(table[start:end])
+        start = end
     return {
         "gpu_match_token_num": len(on_device) * match.block_size,
         "cpu_match_token_num": len(from_host) * match.block_size,
-        "storage_match_token_num": 0,
+        "storage_match_token_num": len(from_store) * match.block_size,
         "match_gpu_block_ids": on_device,
         "gpu_recv_block_ids": from_host,
-        "match_storage_block_ids": [],
+        "match_storage_block_ids": from_store,
         "cpu_cache_prepare_time": 0,
         "storage_cache_prepare_time": 0,
     }

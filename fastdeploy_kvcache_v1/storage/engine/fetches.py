@@ -85,6 +85,8 @@ class Fetches:
         """It was left alone because it says nothing."""
         self._touched: dict[BlockHash, float] = {}
         """When a prefix, by its last block, was last said to be in use."""
+        self.unused = KnownBlocks()
+        """Loaded blocks that no request has used."""
         self._touches: dict[str, Sequence[BlockHash]] = {}
         """What the store was told, and has not answered."""
 
@@ -239,6 +241,7 @@ class Fetches:
         num_arrived = min(piece.arrived.values())
         num_cached = self._manager.complete_load(piece.load_id, num_arrived)
         self._known.add(piece.hashes[:num_arrived])
+        self.unused.add(piece.hashes[num_arrived - num_cached : num_arrived])
         fetch = piece.fetch
         if num_cached < len(piece.slots) and not self._is_present(fetch, piece.end):
             fetch.end = fetch.next  # nothing can be cached behind what is missing
@@ -262,6 +265,7 @@ class Fetches:
         """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
         self._fetches.clear()
         self._touches.clear()
+        self.unused.forget()
 
     @property
     def num_waiting_requests(self) -> int:

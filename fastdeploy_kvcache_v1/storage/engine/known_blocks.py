@@ -20,6 +20,9 @@ class KnownBlocks:
         self._blocks = OrderedDict[object, bool]()  # a dict searches for its first key, past deleted ones
         """Whether it is stored."""
 
+    def __len__(self) -> int:
+        return len(self._blocks)
+
     def __contains__(self, block: object) -> bool:
         return self._blocks.get(block, False)
 
@@ -35,7 +38,7 @@ class KnownBlocks:
             self._blocks.popitem(last=False)
 
     def deleted(self, hashes: Sequence[BlockHash]) -> None:
-        """Those of `hashes` that were stored are not stored any more."""
+        """Those of `hashes` that it contains are not stored any more."""
         for block in hashes:
             if block in self:
                 del self._blocks[block]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
-from ...contract.messages import BlockHashes, SwapStep, WorkerReport
+from ...contract.messages import BlockHash, BlockHashes, CacheLevel, SwapStep, WorkerReport
 from ...scheduler.cache_manager import CacheManager
 from ...telemetry.metrics import gauge_of, histogram, part, source
 from ..messages import CommitDone, Connected, LoadDone, QueryDone, StoreDone, TouchDone, UseNamespace
@@ -74,7 +74,8 @@ class StorageTier:
         self._copies = OpenCopies(link.num_ranks)
         self._passes = OpenPasses() if passes is None else passes
         self.known = KnownBlocks()
-        self._fetches = Fetches(manager, settings, link, self._make_target(), self.counters, clock, self.known)
+        self._target = self._make_target()
+        self._fetches = Fetches(manager, settings, link, self._target, self.counters, clock, self.known)
         self._stores = self._make_stores()
         self._namespace: Namespace | None = None
         """None: what is stored now would get the name of other weights."""
@@ -111,6 +112,15 @@ class StorageTier:
     def request_left(self, request_id: str) -> None:
         """The request was scheduled, or is gone. Nothing happens for one that waits for nothing."""
         self._fetches.started(request_id)
+
+    def unused(self, level: CacheLevel) -> Container[BlockHash]:
+        """Blocks that were loaded into tier `level`, and that no request has used."""
+        return self._fetches.unused if level is self._target.level else ()
+
+    def request_used(self, hashes: Sequence[BlockHash]) -> None:
+        """A request has started from these blocks."""
+        if self._fetches.unused:
+            self._fetches.unused.deleted(hashes)
 
     def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:
         """A request that has computed is over, however it ended, and was taken from the cache manager."""

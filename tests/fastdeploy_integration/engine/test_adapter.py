@@ -216,7 +216,10 @@ def test_hit_rates_tell_the_tiers_apart_count_a_request_that_hit_once_and_start_
         rates.count(10, device=device, host=host)
     rates.publish(gauges)
     assert shown(gauges, *RATES) == [3 / 4, 10 / 40, 5 / 40, 5 / 40]
-    for _ in range(WINDOW - 3):
+    rates.count(10, device=0, host=0, stored=5)
+    rates.publish(gauges)
+    assert shown(gauges, *RATES) == [4 / 5, 15 / 50, 5 / 50, 5 / 50]
+    for _ in range(WINDOW - 4):
         rates.count(10, device=4, host=0)
     assert (rates.num_requests, rates.num_tokens) == (1, 10)
 
@@ -227,6 +230,15 @@ def test_a_request_that_does_not_read_the_cache_is_no_miss(reads):
     task.skip_reading_prefix_cache = not reads
     begin(cache, task)
     assert cache.hit_rates.num_requests == reads
+
+
+def test_loaded_tokens_of_a_match_are_told_apart_and_counted_once():
+    spans = (MatchedSpan(2, CacheLevel.DEVICE), MatchedSpan(3, CacheLevel.HOST))
+    loaded = {CacheLevel.DEVICE: (), CacheLevel.HOST: ("d", "a")}
+    made = match_metrics(MatchResult("r", spans, 4), [10, 11, 12, 13, 14], "abcdef", loaded.get)
+    assert (made["match_gpu_block_ids"], made["gpu_recv_block_ids"]) == ([10, 11], [12, 14])
+    assert made["match_storage_block_ids"] == [13]
+    assert [made[f"{tier}_match_token_num"] for tier in ("gpu", "cpu", "storage")] == [8, 8, 4]
 
 
 def test_a_match_names_what_is_here_and_what_comes_in_the_order_of_the_prompt():

@@ -60,8 +60,11 @@ def test_a_request_waits_for_its_stored_prefix_while_others_are_served_and_start
     server.step()
     assert (list(server.manager.requests), other.prefill_end_index) == ([], 2)
     answered(server)
-    assert (task.prefill_start_index, counters.load.blocks) == (16, 4)
+    assert (task.prefill_start_index, counters.load.blocks, task.storage_cache_token_num) == (16, 4, 16)
     assert (server.clients.num_ended, counters.late_requests) == ({"finished": 5}, 0)
+    later = server.add("later", TOKENS)
+    answered(server)
+    assert (later.prefill_start_index, later.storage_cache_token_num) == (16, 0), "it was a hit in the tiers above"
     server.cache.manager.check_idle()
 
 
