@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel, LoadSlots
 from ...contract.misses import MissReason, StoredPrefix
@@ -33,8 +35,22 @@ SILENCE_S = 3.0
 TOUCH_EVERY_S = 30.0
 TOUCHES_REMEMBERED = 1024
 
+LOOK_EVERY_S = 0.05
+LOOKED_AT = 32
+"""Requests that have not started, the first ones: those behind them are looked at later."""
+
 REQUESTS_UNDER_WAY = 4
 """Requests whose blocks are loaded at the same time, in order of arrival."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    sequence: BlockHashes
+    token_ids: Sequence[int]
+    num_cached: int = 0
+    """Most blocks that were cached since it was last asked for."""
+    holds_up: bool = True
+    """See `Fetch`."""
 
 
 class Fetches:
@@ -69,6 +85,9 @@ class Fetches:
         """Loaded for requests that have not started: more would push each other out of the tier before that."""
         self._fetches: dict[str, Fetch] = {}
         """By request, in order of arrival. One that is over stays as long as its blocks wait for their request."""
+        self._waiting: dict[str, _Waiting] = {}
+        """Requests that have not started, in order of arrival."""
+        self._looked_at = clock()
         self._pieces: dict[str, Piece] = {}
         self._held: deque[Piece] = deque()
         """Pieces whose slots may still be in use, in order of `after_step`."""
@@ -92,9 +111,29 @@ class Fetches:
 
     def arrived(self, request_id: str, sequence: BlockHashes, token_ids: Sequence[int] = ()) -> None:
         """A request waits: look for its prefix, unless too little of it is missing to be worth it."""
-        prefix = self._target.prefix(sequence, token_ids)
+        waiting = self._waiting[request_id] = _Waiting(sequence, token_ids)
+        self._ask(request_id, waiting)
+
+    def look_again(self) -> None:
+        """Ask anew for requests that wait, and whose cached or loaded blocks have left the cache. Once per schedule."""
+        now = self._clock()
+        if now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        for request_id, waiting in list(itertools.islice(self._waiting.items(), LOOKED_AT)):
+            fetch = self._fetches.get(request_id)
+            if fetch is None or fetch.is_over:
+                num_cached = self._manager.count_cached(waiting.sequence.hashes)
+                if self._is_short(waiting.num_cached - num_cached):
+                    waiting.num_cached = max(waiting.num_cached, num_cached)
+                else:
+                    self._ask(request_id, waiting)
+
+    def _ask(self, request_id: str, waiting: _Waiting) -> None:
+        sequence = waiting.sequence
+        prefix = self._target.prefix(sequence, waiting.token_ids)
         hashes = prefix.hashes
-        cached = self._manager.count_cached(hashes)
+        cached = waiting.num_cached = self._manager.count_cached(hashes)
         now = self._clock()
         self._note_silence(now)
         if cached:
@@ -108,7 +147,7 @@ class Fetches:
             return  # what follows could not be cached
         if not self._query_breaker.may_pass() or not self._load_breaker.may_pass():
             return
-        fetch = Fetch(request_id, prefix, cached, now, sequence.num_tokens, next=cached)
+        fetch = Fetch(request_id, prefix, cached, now, sequence.num_tokens, next=cached, holds_up=waiting.holds_up)
         self._weigh(fetch, cached, len(hashes))
         query_id = f"query-{next(self._numbers)}"
         self._fetches[request_id] = self._queries[query_id] = fetch
@@ -117,6 +156,9 @@ class Fetches:
         self._target.query(query_id, prefix, cached)
         self._tell(fetch)
 
+    def expects(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
     def may_start(self, request_id: str) -> bool:
         """False while the request should go on waiting for its stored prefix."""
         fetch = self._fetches.get(request_id)
@@ -124,12 +166,15 @@ class Fetches:
 
     def pass_by(self, request_id: str) -> None:
         """The request does not ask `may_start`: it starts when there is room for it, with what has arrived by then."""
+        if request_id in self._waiting:
+            self._waiting[request_id].holds_up = False
         fetch = self._fetches.get(request_id)
         if fetch is not None:
             fetch.holds_up = False
 
     def started(self, request_id: str) -> None:
         """The request has started, or is gone: nothing more is loaded for it. What is under way may still arrive."""
+        self._waiting.pop(request_id, None)
         fetch = self._fetches.pop(request_id, None)
         if fetch is None or fetch.is_over or fetch.is_declined or self._settings.prefetch is Prefetch.BEST_EFFORT:
             return
@@ -243,6 +288,8 @@ class Fetches:
         self._known.add(piece.hashes[:num_arrived])
         self.unused.add(piece.hashes[num_arrived - num_cached : num_arrived])
         fetch = piece.fetch
+        if num_cached and (waiting := self._waiting.get(fetch.request_id)) is not None:
+            waiting.num_cached = max(waiting.num_cached, piece.begin + num_arrived)
         if num_cached < len(piece.slots) and not self._is_present(fetch, piece.end):
             fetch.end = fetch.next  # nothing can be cached behind what is missing
 
@@ -264,6 +311,8 @@ class Fetches:
     def forget(self) -> None:
         """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
         self._fetches.clear()
+        for waiting in self._waiting.values():
+            waiting.num_cached = sys.maxsize  # all is missing now, whatever was asked for
         self._touches.clear()
         self.unused.forget()
 

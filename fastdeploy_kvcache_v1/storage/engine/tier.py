@@ -101,6 +101,15 @@ class StorageTier:
         if self._namespace is not None and sequence.access.reads:
             self._fetches.arrived(request_id, sequence, token_ids)
 
+    def look_again(self) -> None:
+        """Stored blocks of waiting requests are fetched again, if they have left the cache. Before each schedule."""
+        if self._namespace is not None:
+            self._fetches.look_again()
+
+    def expects(self, request_id: str) -> bool:
+        """The request has arrived, and has not left."""
+        return self._fetches.expects(request_id)
+
     def may_start(self, request_id: str) -> bool:
         """False while the request should go on waiting for its stored prefix, see `Prefetch`."""
         return self._fetches.may_start(request_id)

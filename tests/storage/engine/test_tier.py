@@ -16,7 +16,7 @@ from fastdeploy_kvcache_v1.contract.messages import (
 )
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask
 from fastdeploy_kvcache_v1.storage.engine import stores
-from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_S
+from fastdeploy_kvcache_v1.storage.engine.fetches import LOOK_EVERY_S, SILENCE_S, TOUCH_EVERY_S
 from fastdeploy_kvcache_v1.storage.engine.open_passes import OpenPasses
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
@@ -131,6 +131,64 @@ def test_after_a_reset_nothing_more_is_loaded(engine):
         made.loaded(load)
     assert len(made.loads) == 2
     assert made.cached(LONG) == 0
+    made.check_idle()
+
+
+def look(made, after_s=LOOK_EVERY_S):
+    made.now += after_s
+    made.tier.look_again()
+
+
+@pytest.mark.parametrize("were", ["cached", "loaded"])
+def test_stored_blocks_that_left_while_a_request_waits_are_fetched_again(were):
+    made = host(device=16, host=16, min_tokens=4)
+    if were == "cached":
+        made.report(made.compute(LONG[:11]))
+    made.arrive("r", LONG[:11], None if were == "cached" else 10)
+    for load in made.loads:
+        made.loaded(load)
+    assert made.cached(LONG[:10]) == 10
+    before = len(made.link.queries)
+    if were == "cached":
+        look(made)
+        assert len(made.link.queries) == before
+    num_stored = 0
+    for begin in (0, 40, 80):
+        made.report(made.compute(LATER[begin : begin + 16]))
+        while num_stored < len(made.stores):
+            made.stored(made.stores[num_stored])
+            num_stored += 1
+    gone = 10 - made.cached(LONG[:10])
+    assert gone >= 4
+    look(made, after_s=0.0)
+    assert len(made.link.queries) == before, "not in each schedule"
+    look(made)
+    look(made)
+    assert len(made.link.queries) == before + 1
+    assert not made.tier.may_start("r")
+    made.answer(gone)
+    assert made.tier.counters.found_blocks == gone + (10 if were == "loaded" else 0)
+    assert made.tier.expects("r")
+    made.tier.request_left("r")
+    assert not made.tier.expects("r")
+
+
+def test_request_that_waits_across_a_reset_is_asked_for_anew(engine):
+    made = engine()
+    made.arrive("r", "abc!", 3)
+    made.manager.reset_cache()
+    made.tier.cache_reset()
+    made.tier.forget_namespace()
+    look(made)
+    assert len(made.link.queries) == 1
+    made.tier.use_namespace(made.namespace)
+    made.tier.request_passes("r")
+    look(made)
+    assert (len(made.link.queries), made.tier.num_waiting_requests) == (2, 0), "it starts when there is room"
+    made.loaded(made.loads[0])
+    made.answer(3)
+    made.loaded(made.loads[1])
+    assert made.cached("abc") == 3
     made.check_idle()
 
 

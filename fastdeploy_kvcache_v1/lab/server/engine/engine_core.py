@@ -250,13 +250,13 @@ class EngineCore:
         return is_stored or self.scheduler.num_aside > 0
 
     def _fetch_ahead(self) -> None:
-        """Load stored blocks of the next requests while others run."""
+        """Load stored blocks of the next requests, also of preempted ones, while others run."""
         if self.storage is None or self._closed is not None:
             return
         for generation in self.scheduler.next_waiting(FETCHED_AHEAD):
-            if not generation.is_fetched_ahead:
-                generation.is_fetched_ahead = True
+            if not self.storage.expects(generation.request_id):
                 self.storage.request_arrived(generation.request_id, generation.hasher, generation.tokens)
+        self.storage.look_again()
         self.storage.go_on()
 
     def on_step_result(self, answer: StepResult, rank: int = 0) -> None:

@@ -104,8 +104,6 @@ class Generation:
     state: State = State.WAITING
     num_computed: int = 0
     """Leading tokens whose KV is in the request's blocks."""
-    is_fetched_ahead: bool = False
-    """Its stored prefix was looked up."""
     has_computed: bool = False
     """It ran before, so hits after a preemption include its own blocks."""
     cached_tokens: int | None = None

@@ -1,6 +1,7 @@
 """Engine core and storage tier against a store that answers late, fails, or brings half: no token changes."""
 
 from fastdeploy_kvcache_v1.lab.server.engine.generation import Failure
+from fastdeploy_kvcache_v1.storage.engine.fetches import LOOK_EVERY_S
 from fastdeploy_kvcache_v1.storage.engine.tier import LOOK_AGAIN_S
 from tests.lab.server.engine.storage_server import HostTierServer
 from tests.lab.server.harness import expected_outputs
@@ -50,6 +51,25 @@ def test_others_pass_a_request_that_waits_for_the_store():
     assert waits.events == []
     server.settle()
     assert waits.cached == 28
+
+
+def test_preempted_request_loads_what_left_the_cache_while_it_waits():
+    server = HostTierServer(device=16, host=20, prefetch="wait_complete")
+    first, second = list(range(1, 17)), list(range(101, 121))
+    recorders = server.harness.submit("first", first, 44), server.harness.submit("second", second, 16)
+    while not server.core.is_idle:
+        server.send()
+        while any(server.store.calls.values()):
+            server.answer()
+        server.work()
+        server.clock.now += LOOK_EVERY_S + 0.01
+        server.send()
+    server.settle()
+    counters = server.manager.stats().counters
+    assert (counters.requests_preempted, counters.resumed_hit_tokens) == (1, 32)
+    assert server.tier.counters.load.blocks >= 8
+    for recorder, prompt, count in zip(recorders, (first, second), (44, 16), strict=True):
+        assert recorder.tokens == expected_outputs(prompt, count)
 
 
 def test_a_request_waits_no_longer_than_its_deadline():
