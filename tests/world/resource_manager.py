@@ -208,6 +208,7 @@ class ResourceManager:
                 return False
         return True
 
+    @wrapt.decorator(patches.preempted_all)
     def preempted_all(self) -> Any:
         return [self._preempt(self.running.pop()) for _ in range(len(self.running))]
 
@@ -299,6 +300,7 @@ class ResourceManager:
 
     # ---- messages of the workers
 
+    @wrapt.decorator(patches.reschedule_preempt_task)
     def reschedule_preempt_task(self, request_id: str) -> None:
         if request_id in self.to_be_rescheduled_request_id_set and request_id in self.requests:
             self.waiting.appendleft(self.requests[request_id])

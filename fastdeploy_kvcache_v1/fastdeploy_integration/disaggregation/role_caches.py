@@ -72,6 +72,8 @@ class NoFollowers:
 class RoleCache(EnginePrefixCache, ABC):
     """What both roles have: a place that peers know, and a way to their ranks."""
 
+    preempted_wait = False
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._place = place_of(config)

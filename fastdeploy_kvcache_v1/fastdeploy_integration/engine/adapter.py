@@ -50,6 +50,8 @@ class PrefixCacheAdapter:
     """Whether every batch tells the workers its number, also without copies."""
     preempted_leave = False
     """Whether a preempted request leaves this server, and its client is told by the task that says so."""
+    preempted_wait = True
+    """Whether a preempted request waits for its stored blocks before it is in FastDeploy's queue."""
     gpu_cache_lock: Any = None
     """FastDeploy sets it: its lock between engine and transfer process. Unused here."""
 
@@ -128,13 +130,16 @@ class PrefixCacheAdapter:
     # ---- the life of a request
 
     def waits_for_storage(self, task: Any) -> bool:
-        """Whether a request that has just come waits for its stored prefix, see `EngineStorage.hold`. Its tokens are
-        hashed here, on the thread that brings it, and the hashes are kept for its match.
+        """Whether a request that has just come, or was preempted, waits for its stored prefix, see
+        `EngineStorage.hold`. Its tokens are hashed here, on the thread that brings it, and the hashes are kept for its
+        match.
         """
         if self.storage is None:
             return False
         try:
-            tokens = TaskTokens(task, self._block_size)
+            with self._lock:
+                tokens = self._kept.take(task)
+            tokens = TaskTokens(task, self._block_size) if tokens is None else tokens
             with self._lock:
                 self._kept.keep(tokens)
                 return self.storage.hold(task, tokens)

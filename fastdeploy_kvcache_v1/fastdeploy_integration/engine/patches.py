@@ -235,7 +235,10 @@ class EnginePrefixCache(PrefixCacheAdapter):
         """Requests whose stored prefix is here go on, before `manager` (FastDeploy's ResourceManagerV1) schedules."""
         for request in storage.release(manager):
             try:
-                manager.add_request(request)
+                if request.request_id in manager.to_be_rescheduled_request_id_set:
+                    manager.reschedule_preempt_task(request.request_id)
+                else:
+                    manager.add_request(request)
             finally:
                 storage.queued(request)
 
@@ -376,6 +379,38 @@ def add_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
                 wrapped(request)
 
     add(*args, **kwargs)
+
+
+def reschedule_preempt_task(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `ResourceManagerV1.reschedule_preempt_task`: a request waits for its stored blocks before it goes to the
+    front of FastDeploy's queue, where nobody could pass it.
+    """
+    cache = own_cache(instance, EnginePrefixCache)
+    if cache is None or (storage := cache.storage) is None or not cache.preempted_wait:
+        wrapped(*args, **kwargs)
+        return
+
+    def put_back(request_id: str, *others: Any) -> None:
+        is_preempted = request_id in instance.to_be_rescheduled_request_id_set
+        request = instance.requests.get(request_id) if is_preempted else None
+        may_go = request is None or request.status.name != "PREEMPTED" or storage.has_released(request)
+        if may_go or not (storage.holds(request_id) or cache.waits_for_storage(request)):
+            wrapped(request_id, *others)
+
+    put_back(*args, **kwargs)
+
+
+def preempted_all(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `ResourceManagerV1.preempted_all`: FastDeploy waits then until all of them are in its queue, and may not
+    schedule.
+    """
+    answer = wrapped(*args, **kwargs)
+    cache = own_cache(instance, EnginePrefixCache)
+    if cache is not None and (storage := cache.storage) is not None:
+        for request in storage.drain():
+            instance.reschedule_preempt_task(request.request_id)
+            storage.queued(request)
+    return answer
 
 
 def waiting_async_process(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool | None:

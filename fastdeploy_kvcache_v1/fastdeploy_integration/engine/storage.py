@@ -39,6 +39,9 @@ UNHEARD_S = 600.0
 alone.
 """
 
+DRAIN_S = 60.0
+"""FastDeploy waits so long until no request is preempted, before it pauses for example."""
+
 CONNECT_TIMEOUT_S = 360.0
 """For all ranks to use the store; each gives up by itself before."""
 
@@ -71,6 +74,8 @@ class EngineStorage:
         self._connected: queue.SimpleQueue[Connected] = queue.SimpleQueue()
         self._held: dict[str, Any] = {}
         """Requests that wait here, by id, in order of arrival."""
+        self._drains_until = 0.0
+        """No preempted request waits here before (`time.monotonic`)."""
         self._released: dict[str, Any] = {}
         """Requests on their way from here to FastDeploy's queue."""
         self._ahead: dict[str, float] = {}
@@ -137,9 +142,9 @@ class EngineStorage:
         with self._lock:
             request_id: str = request.request_id
             self.tier.request_arrived(request_id, tokens, self._token_ids(tokens))
-            if self.tier.may_start(request_id) or len(self._held) >= MOST_HELD:
-                self.tier.request_passes(request_id)
-                self._ahead[request_id] = time.monotonic() + UNHEARD_S
+            drains = _is_preempted(request) and time.monotonic() < self._drains_until
+            if self.tier.may_start(request_id) or len(self._held) >= MOST_HELD or drains:
+                self._goes_on(request_id)
                 return False
             self._held[request_id] = request
             return True
@@ -164,9 +169,17 @@ class EngineStorage:
                     self._ahead[request_id] = 0.0
                 elif now >= gone_at or request_id in aborted:
                     self._leave(request_id)
+            self.tier.look_again()
             self._let_go([each for each in self._held if each in aborted or self.tier.may_start(each)])
             self.tier.go_on()
             return list(self._released.values())
+
+    def drain(self) -> list[Any]:
+        """FastDeploy waits until no request is preempted: returns those that waited here, and keeps none."""
+        with self._lock:
+            self._drains_until = time.monotonic() + DRAIN_S
+            self._let_go([request_id for request_id, request in self._held.items() if _is_preempted(request)])
+            return [request for request in self._released.values() if _is_preempted(request)]
 
     def release_all(self) -> None:
         """No request waits for its stored prefix any longer."""
@@ -175,7 +188,7 @@ class EngineStorage:
 
     def _let_go(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            self.tier.request_left(request_id)
+            self._goes_on(request_id)
             self._released[request_id] = self._held[request_id]  # `holds` looks at any time
             del self._held[request_id]
 
@@ -191,6 +204,11 @@ class EngineStorage:
         """Up to `most` released requests, in order of arrival. They are not here any more: `queued` is not told."""
         with self._lock:
             return [self._released.pop(each) for each in list(self._released)[: max(most, 0)]]
+
+    def _goes_on(self, request_id: str) -> None:
+        """The request is FastDeploy's. As long as it waits there, its blocks are still fetched."""
+        self.tier.request_passes(request_id)
+        self._ahead[request_id] = time.monotonic() + UNHEARD_S
 
     def _leave(self, request_id: str) -> None:
         self._ahead.pop(request_id, None)
@@ -208,7 +226,7 @@ class EngineStorage:
         """Whether a request that was preempted waits for device blocks that the store will soon give back: it could be
         preempted again for want of them, and again.
         """
-        return request.status.name == "PREEMPTED" and self.tier.holds_device_blocks
+        return _is_preempted(request) and self.tier.holds_device_blocks
 
     def request_ended(self, tokens: TaskTokens) -> None:
         """A request that has computed gave its blocks back: it has finished, or was preempted or aborted."""
@@ -283,6 +301,10 @@ class EngineStorage:
         self._is_named = True
         epoch = self._weight_epoch or self._namespace.weight_epoch
         self.tier.use_namespace(replace(self._namespace, weight_epoch=epoch))
+
+
+def _is_preempted(request: Any) -> bool:
+    return bool(request.status.name == "PREEMPTED")
 
 
 def _num_wanted_tokens(manager: Any) -> int:

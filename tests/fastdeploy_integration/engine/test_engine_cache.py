@@ -22,7 +22,7 @@ from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE as RECORD_VA
 from tests.fastdeploy_integration.fd_configs import fd_config
 from tests.fastdeploy_integration.test_copy_channel import wait_for
 
-from .by_hand import Server
+from .by_hand import FakeTask, Server
 from .engine_cache import FakeSignal, fake_fastdeploy, launch, launched
 
 __all__ = ["fake_fastdeploy"]
@@ -254,16 +254,17 @@ def test_a_reset_ends_what_waits_outside_fastdeploy_empties_cache_and_store_and_
 
 
 def test_a_request_that_fastdeploy_does_not_take_back_is_not_released_again(store, monkeypatch):
-    taken, queued = [], []
-    storage = SimpleNamespace(release=lambda resources: ["a"], queued=queued.append)
+    taken, queued, task = [], [], FakeTask("a", [1])
+    storage = SimpleNamespace(release=lambda resources: [task], queued=queued.append)
 
     def add_request(request):
         taken.append(request)
         raise RuntimeError("injected")
 
+    resources = SimpleNamespace(add_request=add_request, to_be_rescheduled_request_id_set=set())
     with pytest.raises(RuntimeError, match="injected"):
-        stored(monkeypatch).release_stored(storage, SimpleNamespace(add_request=add_request))
-    assert (taken, queued) == (["a"], ["a"])
+        stored(monkeypatch).release_stored(storage, resources)
+    assert (taken, queued) == ([task], [task])
 
 
 def test_a_request_that_the_store_holds_has_its_id(store, monkeypatch):

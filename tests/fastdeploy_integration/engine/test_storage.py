@@ -99,6 +99,60 @@ def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(monkeypat
     assert len(server.cache.held_back) == 1
 
 
+def preempt(server, name):
+    """FastDeploy has preempted a request, and the workers say that they have stopped it."""
+    task, manager = FakeTask(name, TOKENS), server.manager
+    task.status = Status.PREEMPTED
+    manager.requests[name] = task
+    manager.to_be_rescheduled_request_id_set.add(name)
+    manager.reschedule_preempt_task(name)
+    return task
+
+
+@pytest.mark.parametrize("release", [25, 26])
+def test_preempted_request_waits_for_its_stored_blocks_before_it_stops_the_queue(release):
+    server = stored(Server(32, 40, backend="file", write_policy="write_through", release=release))
+    manager, storage = server.manager, server.cache.storage
+    task = preempt(server, "p")
+    manager.reschedule_preempt_task("p")  # the workers say it again
+    assert (storage.holds("p"), list(manager.waiting), storage.tier.counters.queries) == (True, [], 2)
+    for _ in range(2):
+        answer(server)
+        server.cache.release_stored(storage, manager)
+    assert (storage.holds("p"), list(manager.waiting)) == (False, [task])
+    assert (manager.to_be_rescheduled_request_id_set, storage.tier.counters.load.blocks) == (set(), 4)
+
+
+def test_preempted_request_does_not_wait_while_fastdeploy_waits_for_all_of_them(monkeypatch):
+    """To pause, for example; it may not schedule meanwhile."""
+    server = stored(Server(32, 40, backend="file", write_policy="write_through"))
+    manager, storage = server.manager, server.cache.storage
+    tasks = [preempt(server, "held")]
+    assert storage.holds("held")
+    assert engine_patches.preempted_all(lambda: "tasks", manager, (), {}) == "tasks"
+    assert list(manager.waiting) == tasks
+    tasks.insert(0, preempt(server, "later"))
+    assert (list(manager.waiting), manager.to_be_rescheduled_request_id_set) == (tasks, set())
+    monkeypatch.setattr(storage_module, "DRAIN_S", 0.0)
+    engine_patches.preempted_all(list, manager, (), {})
+    preempt(server, "after")
+    assert storage.holds("after")
+
+
+@pytest.mark.parametrize("why", ["no storage", "another server takes it", "unknown", "a new request", "no longer"])
+def test_other_preempted_requests_go_back_to_the_queue_at_once(why):
+    server = Server(32, 40, backend="" if why == "no storage" else "file")
+    server.cache.preempted_wait = why != "another server takes it"
+    task, told = FakeTask("p", TOKENS), []
+    task.status = Status.WAITING if why == "a new request" else Status.PREEMPTED
+    if why != "unknown":
+        server.manager.requests["p"] = task
+    if why != "no longer":
+        server.manager.to_be_rescheduled_request_id_set.add("p")
+    engine_patches.reschedule_preempt_task(lambda *given: told.append(given), server.manager, ("p", "function"), {})
+    assert told == [("p", "function")]
+
+
 # ---- over a tier that notes what it is told
 
 
@@ -167,7 +221,7 @@ def test_what_is_aborted_or_may_start_is_let_go_in_order_of_arrival_and_is_here_
     told.clear()
     tier.startable.update("ac")
     assert names(storage.release(manager_of(aborted="db"))) == list("abcd")
-    assert told == [("tokens_wanted", 0), *(("request_left", name) for name in "abcd"), ("go_on",)]
+    assert told == [("tokens_wanted", 0), ("look_again",), *(("request_passes", name) for name in "abcd"), ("go_on",)]
     assert all(storage.has_released(task) and storage.holds(task.request_id) for task in tasks)
     assert not storage.has_released(FakeTask("a", TOKENS))
     for task in tasks[:2]:
@@ -189,7 +243,7 @@ def test_released_requests_are_taken_once_in_order_of_arrival_and_none_when_fast
     assert [storage.hold(FakeTask(name, TOKENS), "tokens") for name in ("held", "ahead")] == [True, False]
     told.clear()
     storage.clear()
-    assert told == [("request_left", "held"), ("request_left", "ahead")], "the tier waits for none"
+    assert told == [("request_left", name) for name in ("held", *"abc", "ahead")], "the tier waits for none"
     assert (storage.take_released(3), storage.holds("held")) == ([], False)
 
 
@@ -374,7 +428,7 @@ def test_what_the_workers_answer_is_told_before_requests_are_let_go():
         link.tell(answer)
     assert told == [], "on the thread that schedules"
     storage.release(manager_of())
-    assert told == [("tokens_wanted", 0), ("answered", "x"), ("answered", "y"), ("go_on",)]
+    assert told == [("tokens_wanted", 0), ("answered", "x"), ("answered", "y"), ("look_again",), ("go_on",)]
 
 
 def fails(error):
