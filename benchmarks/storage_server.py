@@ -15,7 +15,15 @@ from server import metrics, send, settled_metrics
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.lab.server.client import Answer, running_server
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
-from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
+from fastdeploy_kvcache_v1.storage.messages import (
+    CommitDone,
+    LoadBlocks,
+    LoadDone,
+    QueryDone,
+    StoreBlocks,
+    StoreDone,
+    TouchDone,
+)
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.lab.server.harness import Harness
 from tests.storage.values import namespace
@@ -87,7 +95,7 @@ class InstantLink:
     num_ranks = 1
 
     def __init__(self) -> None:
-        self.answers: list[QueryDone | LoadDone | StoreDone] = []
+        self.answers: list[QueryDone | LoadDone | StoreDone | CommitDone | TouchDone] = []
 
     def query(self, query_id: str, hashes: object) -> None:
         self.answers.append(QueryDone(query_id, 0))
@@ -98,11 +106,11 @@ class InstantLink:
         elif isinstance(command, LoadBlocks):
             self.answers.append(LoadDone(command.load_id, 0, 0))
 
-    def commit(self, hashes: object) -> None:
-        pass
+    def commit(self, store_id: str, hashes: object) -> None:
+        self.answers.append(CommitDone(store_id))
 
-    def touch(self, hashes: object) -> None:
-        pass
+    def touch(self, touch_id: str, hashes: object) -> None:
+        self.answers.append(TouchDone(touch_id, 0))
 
 
 class Core:

@@ -31,7 +31,7 @@ class FakeSignal:
 def fake_fastdeploy(install, monkeypatch, short_tmp_path, tmp_path):
     """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`. `tmp_path` is asked
     for first: it would lie in the directory for temporary files of this test, which goes."""
-    envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
+    envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False, FD_ATTENTION_BACKEND="APPEND_ATTN")
     modules = {
         "fastdeploy": {"envs": envs},
         "fastdeploy.metrics": {},
