@@ -55,7 +55,7 @@ CHECKS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from .storage.settings import BACKENDS
+    from .storage.registry import known_names
 
     parser.epilog = (
         "Exit status: 0 if FastDeploy can serve through this package (with --source: if that tree can be patched), "
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kvcache-storage-backend",
-        choices=BACKENDS,
+        choices=known_names(),
         metavar="NAME",
         help="also check this store with its configuration (file: give the directory)",
     )

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from fastdeploy_kvcache_v1.storage.file import file_backend
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
+from fastdeploy_kvcache_v1.storage.registry import store_kind
 from fastdeploy_kvcache_v1.switch import SWITCH
 from fastdeploy_kvcache_v1.worker import checks as worker_checks
 from fastdeploy_kvcache_v1.worker.cuda import trial
@@ -287,20 +289,18 @@ def test_what_a_trial_of_the_copies_finds_is_told(monkeypatch, rates, ok, said):
     assert (found.ok, found.detail) == (ok, said)
 
 
-@pytest.mark.parametrize(
-    ("room", "table", "check", "ok"),
-    [
-        (worker_checks, "PADDLE_LIBRARIES", "system libraries", False),
-        (storage_checks, "MOONCAKE_LIBRARIES", "storage", None),
-    ],
-)
-def test_a_library_that_the_system_lacks_is_named_with_its_package(monkeypatch, room, table, check, ok):
-    monkeypatch.setattr(room, table, {"libc.so.6": "libc6", "libabsent.so.7": "libabsent7"})
+@pytest.mark.parametrize(("check", "ok"), [("system libraries", False), ("storage", None)])
+def test_a_library_that_the_system_lacks_is_named_with_its_package(monkeypatch, check, ok):
+    def need(libraries):
+        monkeypatch.setattr(worker_checks, "PADDLE_LIBRARIES", libraries)
+        monkeypatch.setattr(storage_checks, "store_kind", lambda name: replace(store_kind(name), libraries=libraries))
+
+    need({"libc.so.6": "libc6", "libabsent.so.7": "libabsent7"})
     found = findings(check)["system libraries"]
     assert found.ok is ok
     assert "libabsent.so.7" in found.detail
     assert found.detail.endswith("missing here: apt-get install libabsent7")
-    monkeypatch.setattr(room, table, {"libc.so.6": "libc6"})
+    need({"libc.so.6": "libc6"})
     assert findings(check).get("system libraries", Finding(True, "", "")).ok
 
 

@@ -13,6 +13,7 @@ import wrapt
 from ..config import KVCacheConfig, WritePolicy
 from ..contract.flags import SWAP_SPACE, WRITE_POLICY, add_flags
 from ..storage.attention_store.sdk import require_installed, require_layout
+from ..storage.registry import known_names
 from ..storage.settings import takes_host_blocks
 from ..switch import SWITCH
 from . import Args, Kwargs, Wrapped
@@ -55,6 +56,7 @@ def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     parser = wrapped(*args, **kwargs)
     policy = parser._option_string_actions[WRITE_POLICY.option]
     policy.choices, policy.default, policy.help = None, None, f"{WRITE_POLICY.full_help} (--swap-space)"
+    parser._option_string_actions["--kvcache-storage-backend"].choices = known_names()
     add_flags(parser, ADDED_FLAGS, with_defaults=True)
     return parser
 

@@ -14,6 +14,7 @@ from ..config import KVCacheConfig, WritePolicy
 from ..contract.flags import CACHE_FLAGS, SWAP_SPACE, WRITE_POLICY
 from ..errors import ConfigError
 from ..scheduler.policies.eviction import EVICTION_POLICY
+from ..storage.registry import store_kind
 from ..storage.settings import STORAGE_FLAGS, StorageSettings
 from .copy_report import socket_path
 
@@ -80,14 +81,15 @@ def without_effect(cache: Any) -> list[str]:
     counts_hits = cache.write_policy == WritePolicy.WRITE_THROUGH_SELECTIVE
     no_host = cache.write_policy != WritePolicy.AUTO and not cache.num_cpu_blocks
     no_caching, store = not cache.enable_prefix_caching, cache.kvcache_storage_backend
+    has_directory = bool(store) and store_kind(store).has_directory
     checks = (
         (given.get("swap_space"), no_caching and cache.swap_space, "prefix caching is off"),
         (given.get("eviction_policy"), no_caching, "prefix caching is off"),
         (threshold, not counts_hits, f"{policy} does not count hits; write_through_selective does"),
         (both, no_host, "there is no host tier (--swap-space)"),
-        (given.get("kvcache_storage_dir"), store != "file", "only the file store has one"),
-        (given.get("kvcache_storage_gib"), store != "file", "only the file store has a limit"),
-        (given.get("kvcache_storage_write_gib_per_day"), store != "file", "only the file store has a budget"),
+        (given.get("kvcache_storage_dir"), not has_directory, "only the file store has one"),
+        (given.get("kvcache_storage_gib"), not has_directory, "only the file store has a limit"),
+        (given.get("kvcache_storage_write_gib_per_day"), not has_directory, "only the file store has a budget"),
         (given.get("storage_prefetch"), not store, "there is no store (--kvcache-storage-backend)"),
     )
     return [f"{flag} has no effect: {reason}" for flag, applies, reason in checks if flag and applies]

@@ -1,9 +1,8 @@
-"""Which class serves which name of `--kvcache-storage-backend`."""
+"""What a server makes of the store that `--kvcache-storage-backend` names, see `registry.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,31 +23,15 @@ def open_backend(settings: StorageSettings, namespace: Namespace, *, rank: int =
 
     Raises `ConfigError` when it cannot work, `StorageError` when it does not now.
     """
-    if settings.backend == "mooncake":
-        from .mooncake.mooncake_backend import MooncakeBackend
-        from .mooncake.settings import MooncakeSettings
-
-        return MooncakeBackend(MooncakeSettings.read(os.environ), namespace, rank=rank)
-    from .file.file_backend import FileBackend
-
-    assert settings.backend == "file"
-    assert settings.directory is not None
-    return FileBackend(
-        settings.directory,
-        namespace,
-        capacity_bytes=settings.capacity_bytes,
-        write_bytes_per_day=settings.write_bytes_per_day,
-    )
+    connect = settings.kind.open
+    assert connect is not None, "a store over the device tier has an agent of its own"
+    return connect(settings, namespace, rank)
 
 
 def check_backend(settings: StorageSettings, namespace: Namespace) -> None:
     """Before a server takes memory. Raises as `open_backend`."""
-    if settings.backend == "attention_store":
-        from .attention_store.sdk import require_installed, require_layout
-
-        require_installed()
-        if not settings.flush_only:
-            require_layout(namespace.layout)
+    if settings.uses_device_tier:
+        settings.kind.check(settings, namespace)
     else:
         with contextlib.closing(open_backend(settings, namespace)) as backend:
             backend.count_stored([commit_key(BlockHash(b"a first question"))])  # a store may connect only now
@@ -56,25 +39,12 @@ def check_backend(settings: StorageSettings, namespace: Namespace) -> None:
 
 def check_settings(settings: StorageSettings) -> None:
     """As `check_backend`, before there is a namespace, which takes long to find for a large model."""
-    if settings.backend == "mooncake":
-        from .mooncake.client import MooncakeClient
-        from .mooncake.settings import MooncakeSettings
-
-        MooncakeClient(MooncakeSettings.read(os.environ)).close()
-    elif settings.backend == "file":
-        from .file.directory import check_directory
-
-        assert settings.directory is not None
-        check_directory(settings.directory)
-    else:
-        from .attention_store.sdk import require_installed
-
-        require_installed()
+    settings.kind.check(settings, None)
 
 
 def make_link(settings: StorageSettings, commands_addresses: Sequence[str], results_address: str) -> StorageLink:
     """The engine's end of the agents. Raises `zmq.ZMQError`."""
-    if settings.backend == "attention_store":  # its questions go to rank 0, where there is device memory
+    if settings.uses_device_tier:  # its questions go to rank 0, where there is device memory
         from .attention_store.agent import NUM_LANES
 
         return StorageLink(commands_addresses, results_address, open_backend=None, lanes_per_agent=NUM_LANES)
@@ -90,7 +60,7 @@ def make_tier(
     passes: Passes | None = None,
 ) -> StorageTier:
     """What decides in the engine. `passes`: see `StorageTier`."""
-    if settings.backend == "attention_store":
+    if settings.uses_device_tier:
         from .attention_store.tier import AttentionStoreTier
 
         return AttentionStoreTier(manager, settings, namespace, link, passes=passes)

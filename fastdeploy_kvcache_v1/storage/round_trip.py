@@ -7,7 +7,6 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import NamedTuple
 
 from ..attention.base import CacheLayout, RoleSpec
 from ..config import MIB
@@ -15,9 +14,10 @@ from ..contract.messages import BlockHash
 from ..errors import StorageError
 from .base import StorageBackend, StoreKey
 from .namespace import Namespace, block_key
+from .registry import Chosen, RoundTrip, StoreKind
 from .seal import TRAILER_BYTES, is_sealed, seal
 
-__all__ = ["NUM_BYTES", "RoundTrip", "trial_namespace", "try_directory", "try_mooncake"]
+__all__ = ["NUM_BYTES", "trial_namespace", "try_directory", "try_mooncake", "try_store"]
 
 NUM_VALUES = 64
 VALUE_BYTES = MIB
@@ -25,11 +25,12 @@ NUM_BYTES = NUM_VALUES * VALUE_BYTES
 LAYOUT = CacheLayout(1, (RoleSpec("key", (VALUE_BYTES - TRAILER_BYTES,), "uint8"),))
 
 
-class RoundTrip(NamedTuple):
-    """Seconds that `NUM_BYTES` took."""
-
-    put_s: float
-    get_s: float
+def try_store(kind: StoreKind, chosen: Chosen) -> RoundTrip:
+    """In a namespace of its own. Raises `ConfigError` if it cannot be used, and `StorageError` if it does not work."""
+    if kind.trial is not None:
+        return kind.trial(chosen)
+    assert kind.open is not None, "a store over the device tier brings a trial"
+    return _round_trip(kind.open(chosen, trial_namespace(LAYOUT, block_size=1), 0))
 
 
 def try_directory(directory: Path) -> RoundTrip:
@@ -109,4 +110,4 @@ def _checked(backend: StorageBackend, keys: list[StoreKey], values: list[memoryv
     backend.remove(keys)
     if backend.count_stored(keys[:1]):
         raise StorageError("a value that was removed is still there")
-    return RoundTrip(put_s, get_s)
+    return RoundTrip(put_s, get_s, NUM_BYTES)

@@ -12,6 +12,7 @@ from typing import Any
 from ..config import GIB, one_of
 from ..contract.flags import Flag
 from ..errors import ConfigError
+from .registry import StoreKind, known_names, store_kind
 
 __all__ = ["STORAGE_FLAGS", "Prefetch", "StorageSettings"]
 
@@ -29,13 +30,9 @@ class Prefetch(str, enum.Enum):
     """Until all of it is there, or the store stands still, even if computing it is sooner."""
 
 
-BACKENDS = ("file", "mooncake", "attention_store")
-"""Names of the stores that can be chosen."""
-
-
 def takes_host_blocks(backend: str | None) -> bool:
     """Does the store of that name, if any, take and fill blocks of the host tier? If not, of the device tier."""
-    return backend is not None and backend != "attention_store"
+    return backend is not None and store_kind(backend).open is not None
 
 
 @dataclass(frozen=True)
@@ -71,27 +68,30 @@ class StorageSettings:
             capacity_bytes=int(values.kvcache_storage_gib * GIB),
             write_bytes_per_day=None if written_gib is None else int(written_gib * GIB),
             prefetch=values.storage_prefetch,
-            flush_only=backend == "attention_store" and _is_set("FD_AS_ONLY_FLUSH"),
+            flush_only=store_kind(backend).has_index and _is_set("FD_AS_ONLY_FLUSH"),
         )
+
+    @property
+    def kind(self) -> StoreKind:
+        return store_kind(self.backend)
 
     @property
     def needs_shared_memory(self) -> bool:
         """The store moves blocks in another process, which maps the host tier. Without it they are copied there."""
-        return self.backend == "mooncake"
+        return self.kind.maps_memory
 
     @property
     def uses_device_tier(self) -> bool:
         """Blocks go from and to the device tier. If not, they go through the host tier."""
-        return not takes_host_blocks(self.backend)
+        return self.kind.open is None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", Prefetch(one_of("--storage-prefetch", Prefetch, self.prefetch)))
         object.__setattr__(self, "directory", None if self.directory is None else Path(self.directory))
-        one_of("--kvcache-storage-backend", BACKENDS, self.backend)
-        if self.backend == "file" and self.directory is None:
-            raise ConfigError("the storage backend file needs a directory: give --kvcache-storage-dir")
-        if self.flush_only and self.backend != "attention_store":
-            raise ConfigError(f"only the storage backend attention_store has an index to flush, not {self.backend}")
+        if self.kind.has_directory and self.directory is None:
+            raise ConfigError(f"the storage backend {self.backend} needs a directory: give --kvcache-storage-dir")
+        if self.flush_only and not self.kind.has_index:
+            raise ConfigError(f"the storage backend {self.backend} has no index to flush: choose one that has")
         if self.capacity_bytes <= 0:
             raise ConfigError(f"the storage capacity must be above 0 bytes, got {self.capacity_bytes}")
         for name in ("timeout_base_s", "timeout_per_1k_tokens_s", "stall_s"):
@@ -117,7 +117,7 @@ STORAGE_FLAGS = (
         "store for blocks, shared with other servers and kept over restarts",
         otherwise="none",
         unit="NAME",
-        choices=BACKENDS,
+        choices=known_names(),
         fastdeploy="yes",
     ),
     _storage("kvcache_storage_dir", "directory of the file backend, created if missing", unit="DIR"),

@@ -80,7 +80,7 @@ def test_a_flag_that_cannot_work_is_named(change, line):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"flush_only": True}, "only the storage backend attention_store has an index to flush, not mooncake"),
+        ({"flush_only": True}, "the storage backend mooncake has no index to flush: choose one that has"),
         ({"capacity_bytes": 0}, "must be above 0 bytes, got 0"),
         ({"timeout_base_s": -1}, "timeout_base_s must be a number of seconds from 0 on, got -1"),
         ({"timeout_per_1k_tokens_s": 1e6}, "timeout_per_1k_tokens_s must be"),

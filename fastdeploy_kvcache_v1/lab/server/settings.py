@@ -14,6 +14,7 @@ from ...config import DEFAULT_PORT, GIB, KVCacheConfig, WritePolicy
 from ...contract.flags import CACHE_FLAGS, Flag
 from ...errors import ConfigError
 from ...scheduler.policies.eviction import EVICTION_POLICY
+from ...storage.registry import store_kind
 from ...storage.settings import STORAGE_FLAGS, StorageSettings, takes_host_blocks
 from ..model.config import CACHE_DTYPES, DEFAULT_FAMILY, ChecksumConfig, ModelConfig
 from ..model.reproducible import default_threads
@@ -225,9 +226,10 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: in
 
 
 def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> StorageSettings | None:
-    if values.kvcache_storage_dir is not None and values.kvcache_storage_backend != "file":
+    backend = values.kvcache_storage_backend
+    if values.kvcache_storage_dir is not None and not (backend and store_kind(backend).has_directory):
         raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
-    if values.kvcache_storage_backend is None:
+    if backend is None:
         return None
     settings = StorageSettings.of_flags(values)
     if settings.uses_device_tier:

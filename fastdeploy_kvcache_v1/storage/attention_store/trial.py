@@ -9,7 +9,8 @@ import numpy as np
 
 from ...attention.base import CacheLayout, RoleSpec
 from ...errors import KVCacheError, StorageError
-from ..round_trip import NUM_BYTES, RoundTrip, trial_namespace
+from ..registry import RoundTrip
+from ..round_trip import NUM_BYTES, trial_namespace
 from .sdk import DeviceCaches, SdkConnection, SdkIdentity, load_sdk
 from .tasks import TRANSFER_TIMEOUT_S, ReadStorageTask
 
@@ -76,4 +77,4 @@ def _round_trip(sdk: SdkConnection, memory: Memory) -> RoundTrip:
     get_s = time.perf_counter() - begin
     if (arrived, whole := memory.num_whole()) != (NUM_BLOCKS, NUM_BLOCKS):
         raise StorageError(f"of {NUM_BLOCKS} blocks that were stored, {arrived} came back, and {whole} unchanged")
-    return RoundTrip(put_s, get_s)
+    return RoundTrip(put_s, get_s, NUM_BYTES)

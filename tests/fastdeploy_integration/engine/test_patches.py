@@ -53,13 +53,16 @@ def test_engine_args_get_our_fields_and_a_decode_server_has_prefix_caching_where
 def test_the_command_line_has_our_flags_and_leaves_the_check_to_the_configuration():
     parser = argparse.ArgumentParser()
     parser.add_argument("--write-policy", choices=["write_through"], default="write_through")
+    parser.add_argument("--kvcache-storage-backend", choices=["file"])
     config_patches.add_cli_arguments(lambda given: given, None, (parser,), {})
-    assert vars(parser.parse_args([])) == OUR_ARGUMENTS
+    assert vars(parser.parse_args([])) == OUR_ARGUMENTS | {"kvcache_storage_backend": None}
     words = "--write-policy write_back --write-through-threshold 7 --kvcache-storage-dir d --kvcache-storage-gib 1.5"
     chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort", "--eviction-policy", "oldest"])
     given = {"write_policy": "write_back", "write_through_threshold": 7, "eviction_policy": "oldest"}
     given |= {"kvcache_storage_dir": "d", "kvcache_storage_gib": 1.5, "storage_prefetch": "best_effort"}
-    assert vars(chosen) == OUR_ARGUMENTS | given
+    assert vars(chosen) == OUR_ARGUMENTS | {"kvcache_storage_backend": None} | given
+    store = ["--kvcache-storage-backend", "mooncake"]
+    assert parser.parse_args(store).kvcache_storage_backend == "mooncake", "any that the registry has"
     with pytest.raises(ConfigError, match=r"--eviction-policy must be one of adaptive, lru(, .*)?, got 'oldest'"):
         cache_config(**vars(chosen))
 

@@ -1,0 +1,101 @@
+"""Registry: the stores that `--kvcache-storage-backend` can name, each in one description.
+
+Ours are in the folders of their stores. An installed package adds one by an entry point of the group `GROUP`, whose
+name is that of the store: `s3 = "my_package:STORE"`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ..config import one_of
+from ..errors import ConfigError
+from .base import StorageBackend
+from .namespace import Namespace
+
+__all__ = ["GROUP", "OURS", "Chosen", "RoundTrip", "StoreKind", "known_names", "store_kind"]
+
+GROUP = "fastdeploy_kvcache_v1.storage"
+OURS = ("file", "mooncake", "attention_store")
+"""Folders here, each with a `description.py`, in the order of help texts."""
+
+
+class Chosen(Protocol):
+    """What of `StorageSettings` is for a store."""
+
+    @property
+    def directory(self) -> Path | None: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def write_bytes_per_day(self) -> int | None: ...
+    @property
+    def flush_only(self) -> bool: ...
+
+
+class RoundTrip(NamedTuple):
+    """Seconds that so many bytes took to a store and back."""
+
+    put_s: float
+    get_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class StoreKind:
+    """What a server has to know of a store. It is read where no store is used: import the client in the functions."""
+
+    name: str
+    _: KW_ONLY
+    open: Callable[[Chosen, Namespace, int], StorageBackend] | None
+    """Connects a tensor parallel rank. None for a store that exchanges blocks with the device tier, which has an agent
+    of its own. Raises `ConfigError` when it cannot work, `StorageError` when it does not now.
+    """
+    check: Callable[[Chosen, Namespace | None], object]
+    """Before a server takes memory; without a namespace as long as that is not known. Raises as `open`."""
+    trial: Callable[[Chosen], RoundTrip] | None = None
+    """What `doctor` tries. None: whether values come back through `open`. Raises as `open`."""
+    measures: str = ""
+    """What `doctor` adds to the rates."""
+    module: str | None = None
+    """The Python module that it needs."""
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    """Of the system, with Debian's names of their packages."""
+    has_directory: bool = False
+    """It is in `--kvcache-storage-dir`, and as large as `--kvcache-storage-gib`."""
+    has_index: bool = False
+    """It can be told what a server has without being given the blocks."""
+    maps_memory: bool = False
+    """Another process maps the host tier. Without that, blocks are copied there."""
+
+
+def known_names() -> list[str]:
+    """No store is imported for it."""
+    return [*OURS, *_added()]
+
+
+@functools.cache
+def store_kind(name: str) -> StoreKind:
+    """Raises `ConfigError` for an unknown name, and for an added store that cannot be loaded."""
+    one_of("--kvcache-storage-backend", known_names(), name)
+    if name in OURS:
+        kind: Any = importlib.import_module(f".{name}.description", __package__).STORE
+    else:
+        try:
+            kind = _added()[name].load()
+        except Exception as error:  # the edge to a foreign package
+            raise ConfigError(f"cannot load the store {name} ({_added()[name].value}): {error!r}") from error
+    if not isinstance(kind, StoreKind) or kind.name != name:
+        raise ConfigError(f"the entry point {name} of {GROUP} must be a StoreKind of that name, got {kind!r}")
+    return kind
+
+
+@functools.cache
+def _added() -> Mapping[str, EntryPoint]:
+    return {each.name: each for each in entry_points(group=GROUP) if each.name not in OURS}
