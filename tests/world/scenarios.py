@@ -48,7 +48,13 @@ def fastdeploy(
     seats, budget, shared = rng.randrange(2, 7), rng.choice([8, 24, 64]), rng.choice([0, block_size, 256])
     reports = Reports(world)
     config = KVCacheConfig(
-        min(guess, device), host, block_size, policy, threshold, eviction_policy=order, shared_prefill_tokens=shared
+        min(guess, device),
+        host,
+        block_size,
+        write_policy=policy,
+        write_through_threshold=threshold,
+        eviction_policy=order,
+        shared_prefill_tokens=shared,
     )
     sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
     worker = make_worker(world, reports, ranks, backend=backend, **sizes)
@@ -159,7 +165,7 @@ def make_engine(
         settings = replace(settings, flush_only=flush_only)
         on_device = settings.uses_device_tier
     config = KVCacheConfig(
-        device, host, block_size, policy, threshold, shared_prefill_tokens=shared,
+        device, host, block_size, write_policy=policy, write_through_threshold=threshold, shared_prefill_tokens=shared,
         max_queued_events=10**6 if flush_only else 0,
     )  # fmt: skip
     manager = CacheManager(config, clock=world.clock)
