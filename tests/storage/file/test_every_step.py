@@ -200,6 +200,16 @@ def that_could_not_write(place):
     assert not place.mine.can_write
 
 
+def doubted(place):
+    place.fill()
+    place.other.remove_damaged([])
+
+
+def with_a_budget(place):
+    place.fill()
+    place.mine.write_bytes_per_day = 1 << 30
+
+
 FULL = tuple(range(1, CAPACITY + 1))
 OPERATIONS = [
     Operation("open a new directory", Place.open, lambda place: None),
@@ -217,6 +227,9 @@ OPERATIONS = [
     Operation("count", lambda place: place.mine.count_stored(keys(*STORED, 5))),
     Operation("touch", lambda place: place.mine.touch(keys(*STORED))),
     Operation("remove", lambda place: place.mine.remove(keys(2, 3)), may_lose=(2, 3)),
+    Operation("remove damaged", lambda place: place.mine.remove_damaged(keys(2, 3)), may_lose=(2, 3)),
+    Operation("put what is doubted", lambda place: put(place.mine, *STORED, 5), doubted),
+    Operation("put within a budget", lambda place: put(place.mine, 5, 6), with_a_budget),
     Operation("info", lambda place: place.command("info")),
     Operation("verify", lambda place: place.command("verify"), with_damage, (2,)),
     Operation("verify --repair", lambda place: place.command("verify", "--repair"), with_damage, (2,)),
