@@ -106,13 +106,16 @@ class Eviction:
         """A pass that leaves `kept` bytes."""
         self._shards = shards(self._directory, sizes)
         random.shuffle(self._shards)
+        known, total = sizes.known(), sizes.read()
         sample: list[StoredFile] = []
-        num_sampled = 0
+        num_sampled = counted = left = 0
         while num_sampled < len(self._shards) and (num_sampled < SAMPLED_SHARDS or len(sample) < LISTED):
-            sample += list_shard(self._directory, self._shards[num_sampled], sizes)
-            num_sampled += 1
-        left = sum(file.num_bytes for file in sample)
-        wanted = kept if num_sampled == len(self._shards) else left * kept // max(1, sizes.read())
+            shard = self._shards[num_sampled]
+            files = list_shard(self._directory, shard, sizes)
+            num_bytes = sum(file.num_bytes for file in files)
+            num_sampled, counted, left = num_sampled + 1, counted + known.get(shard, num_bytes), left + num_bytes
+            sample += files
+        wanted = kept if num_sampled == len(self._shards) else kept * counted // max(1, total)
         self._cutoff = None
         for file in sorted(sample):
             if left <= wanted:

@@ -49,18 +49,24 @@ class ShardSizes:
 
     def read(self) -> int:
         """Bytes of all shards. A shard that is not known counts as the mean of the others."""
-        known = self._known()
+        known = self.known()
         return sum(known.values()) * len(SHARDS) // max(1, len(known))
 
+    def known(self) -> dict[str, int]:
+        """Bytes of the shards that were counted since the file was made, lost or damaged."""
+        numbers = _TABLE.unpack(os.pread(self._file, _TABLE.size, _HEADER.size).ljust(_TABLE.size, b"\0"))
+        shards = zip(SHARDS, numbers[::2], numbers[1::2], strict=True)
+        return {shard: size for shard, size, changes in shards if _is_known(size, changes)}
+
     def unknown(self) -> list[str]:
-        """Shards that were not counted since the file was made, lost or damaged."""
+        """The other shards."""
         with self.exclusive():  # which makes a lost file again
-            known = self._known()
+            known = self.known()
             return [shard for shard in SHARDS if shard not in known]
 
     def filled(self) -> list[str]:
         """Shards with values, as far as it is known."""
-        known = self._known()
+        known = self.known()
         return [shard for shard in SHARDS if known.get(shard, 1)]
 
     def changes(self, shard: str) -> int:
@@ -111,11 +117,6 @@ class ShardSizes:
     def _header(self) -> tuple[int, int, int, int]:
         first, second, third, fourth = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
         return first, second, third, fourth
-
-    def _known(self) -> dict[str, int]:
-        numbers = _TABLE.unpack(os.pread(self._file, _TABLE.size, _HEADER.size).ljust(_TABLE.size, b"\0"))
-        shards = zip(SHARDS, numbers[::2], numbers[1::2], strict=True)
-        return {shard: size for shard, size, changes in shards if _is_known(size, changes)}
 
     def _shard(self, shard: str) -> tuple[int, int]:
         content = os.pread(self._file, _SHARD.size, _offset(shard))

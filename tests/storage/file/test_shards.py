@@ -141,6 +141,16 @@ def test_an_eviction_of_a_large_directory_stops_once_there_is_room(store, small_
     check_sizes(backend)
 
 
+def test_an_eviction_finds_that_values_were_deleted_by_hand(store, small_steps):
+    backend = store(capacity=2000 * FILE_BYTES)
+    filled(backend, 1200)
+    for number in range(0, 1200, 2):
+        os.unlink(backend._path(keys(number)[0]))
+    for _ in range(20):
+        Eviction(backend.directory, 1200 * FILE_BYTES).make_room(backend._used, 5 * FILE_BYTES)
+    assert found_in(backend)[0] == 600
+
+
 def test_nobody_waits_for_a_listing_or_many_deletions(store, monkeypatch):
     """What happens under one lock does not grow with the number of values."""
     backend = store(capacity=400 * FILE_BYTES)
