@@ -86,6 +86,13 @@ def test_more_than_the_capacity_at_once_is_refused_and_costs_nothing(store):
     assert used_by(backend) == FILE_BYTES
 
 
+def test_a_put_of_exactly_the_capacity_is_stored(store):
+    backend = store(capacity=2 * FILE_BYTES)
+    put(backend, 1)
+    assert put(backend, 2, 3) == 2
+    assert stored(backend, 1, 2, 3) == [2, 3]
+
+
 def test_who_cannot_write_finds_a_value_that_another_process_has_repaired(store):
     writer, reader = store(), store()
     reader.close()
@@ -142,6 +149,17 @@ def test_disk_full_below_the_capacity_keeps_its_newest_values(store, small_disk,
     for number in range(40, 80):
         assert put(backend, number) == 1
     assert found_in(backend)[0] == before + 40, "a disk with room again is used up to the capacity"
+
+
+def test_a_put_that_a_full_disk_cannot_hold_evicts_nothing(store, small_disk):
+    backend = store()
+    put(backend, *range(5))
+    disk = small_disk(backend, bytes_in(backend.directory) + 5 * FILE_BYTES, errno.ENOSPC)
+    with pytest.raises(StorageError, match="No space left"):
+        put(backend, *range(5, 15))
+    assert len(disk.refused) == 2
+    assert stored(backend, *range(15)) == list(range(10))
+    check_sizes(backend)
 
 
 def test_processes_that_fill_a_disk_at_once_make_room_once(store, small_disk, caplog):
