@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(6
 
 FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.02", "--write-policy", "write_through")
 SECRET = "ada@example.org"
+TRIES = 5
+"""FastDeploy pauses at a moment without tasks for its workers: on a loaded machine perhaps after the last token."""
 ENDLESS = {"max_tokens": 440, "extra_body": {"min_tokens": 440}}
 
 
@@ -131,14 +133,19 @@ def num_chunks(stream):
 @pytest.mark.parametrize("forgets", [False, True])
 def test_an_abort_and_a_pause_end_what_runs(server, client, ask, forgets):
     before = ask(document(102)).tokens
-    streams, ids = running_streams(client, range(102, 105))
-    if forgets:
-        server.control("pause")
-    else:  # Not abort_all: after a client has disconnected, release 2.5 waits for its request for ever.
-        server.control("abort_requests", req_ids=ids)
-    assert max(num_chunks(stream) for stream in streams) < ENDLESS["max_tokens"] - 10
-    if forgets:
-        server.control("resume")
+    ended_early = False
+    for _ in range(TRIES):
+        streams, ids = running_streams(client, range(102, 105))
+        if forgets:
+            server.control("pause")
+        else:  # Not abort_all: after a client has disconnected, release 2.5 waits for its request for ever.
+            server.control("abort_requests", req_ids=ids)
+        ended_early = max(num_chunks(stream) for stream in streams) < ENDLESS["max_tokens"] - 10
+        if forgets:
+            server.control("resume")
+        if ended_early:
+            break
+    assert ended_early, "each time the requests ran to their end"
     assert_all_blocks_come_back(server)
     again = ask(document(102))
     assert again.tokens == before
