@@ -121,9 +121,9 @@ class TrafficLog:
             self._num_bytes -= len(self._rows.popleft()[-1])
             self._is_whole = False
 
-    def traffic(self) -> Traffic:
-        """Copy the log, without requests that have not ended."""
-        return Traffic(self._rate, self._is_whole, list(map(Row._make, self._rows)))
+    def copied(self) -> tuple[int, bool, list[tuple[Any, ...]]]:
+        """Return the fields of a `Traffic`, with plain tuples as rows. Running requests are not part of it."""
+        return self._rate, self._is_whole, list(self._rows)
 
 
 def rate_of(num_blocks: int) -> int:

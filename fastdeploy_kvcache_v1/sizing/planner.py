@@ -1,4 +1,7 @@
-"""Planner: makes plans of a running server, each in a process of the lowest priority."""
+"""Planner: makes plans of a running server, each in a process of the lowest priority.
+
+A plan takes seconds of a core, so it is made when somebody asks. A gauge would need one a minute, or a rough estimate.
+"""
 
 from __future__ import annotations
 
