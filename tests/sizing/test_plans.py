@@ -1,36 +1,25 @@
-"""Plans beside full replays at each size, the log that they are made from, and the process that makes them."""
+"""Plans beside full replays at each size, and the process that makes them."""
 
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from hashlib import sha256
-from itertools import count
-from sys import getsizeof
 
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.contract.messages import BlockHash
 from fastdeploy_kvcache_v1.contract.plan import FEWEST_REQUESTS, Plan, PlannedSize
-from fastdeploy_kvcache_v1.contract.sessions import UNTOLD, session_hint
 from fastdeploy_kvcache_v1.explain.sizes import told
 from fastdeploy_kvcache_v1.lab.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
-from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.traffic_log import (
-    MOST_BLOCKS,
-    MOST_REQUESTS,
-    NAME_BYTES,
-    USUAL_RATE,
-    Traffic,
-    rate_of,
-)
+from fastdeploy_kvcache_v1.scheduler.traffic_log import Traffic
 from fastdeploy_kvcache_v1.sizing import planner as planning
 from fastdeploy_kvcache_v1.sizing.planner import LASTS_S, Planner
 from fastdeploy_kvcache_v1.sizing.plans import make_plan
+from fastdeploy_kvcache_v1.sizing.simulation import Simulation
 from tests.lab.replay.conftest import REAL_TRACE, traffic
+from tests.scheduler.test_traffic_log import new_blocks, serve
 
 POINTS = 2
 
@@ -71,88 +60,37 @@ def test_plan_of_the_real_trace_is_near_a_replay_at_each_size():
     check_plan(read_trace(REAL_TRACE, 3000), 8000, 8000)
 
 
-# ---- the log
+@pytest.mark.parametrize(("device", "host"), [(300, 400), (500, 0)])
+def test_simulated_real_size_does_what_the_real_cache_did(tmp_path, device, host):
+    requests = read_trace(traffic(tmp_path / "trace.jsonl", "chat", 200))
+    config = KVCacheConfig(device, host, eviction_policy="lru", max_queued_events=0)
+    options = ReplayOptions(config, window=1, admissions_per_step=1, outputs=True, max_input_tokens=device * 16)
+    replay = played(options, requests)
+    log = replay.manager.traffic()
+    outcome = Simulation(log, config).play(device, host)
+    assert log.rate == 1
+    assert outcome.hits == [row.num_hit // config.block_size for row in log.rows]
+    assert sum(outcome.hits) > 500
+    counters = replay.manager.stats().counters
+    assert outcome.written == pytest.approx(counters.swap_out_blocks, rel=0.01)
+    num_evicted = counters.host_evicted_blocks + counters.device_lost_blocks
+    assert outcome.num_evicted == pytest.approx(num_evicted, rel=0.01)
+    warm = Simulation(log, config, 50).play(device, host)
+    assert warm.hits == outcome.hits[50:]
+    assert warm.written <= outcome.written
 
 
-def serve(manager, name, hashes, *, session=UNTOLD):
-    sequence = GivenHashes(hashes, len(hashes) + 1, session)
-    manager.match_prefix(name, sequence)
-    manager.allocate(name, len(hashes))
-    manager.take_swap_step()
-    manager.commit(name, len(hashes))
-    manager.finish(name)
-
-
-def new_blocks(number, count):
-    return [BlockHash(sha256(b"%d %d" % (number, index)).digest()) for index in range(count)]
-
-
-def test_log_has_what_a_simulation_asks_for():
-    manager = CacheManager(KVCacheConfig(64, 0, block_size=1), count().__next__)
-    head = new_blocks(0, 8)
-    serve(manager, "first", head)
-    serve(manager, "second", [*head, *new_blocks(1, 4)], session=session_hint("a", return_in_s=7.0))
-    traffic = manager.traffic()
-    first, second = traffic.rows
-    assert (traffic.rate, traffic.is_whole) == (1, True)
-    assert (first.started, first.computed, first.grown, first.ended) == (0, 1, 0, 1)
-    assert (second.started, second.ended) == (1, 2)
-    assert (second.num_tokens, second.num_hit, second.num_findable, second.num_prompt) == (13, 8, 12, 12)
-    assert (second.reads, second.writes, second.is_resumed, second.return_in_s) == (True, True, False, 7.0)
-    assert second.session == session_hint("a").name
-    assert second.names[: len(first.names)] == first.names
-    assert len(second.names) == 12 * NAME_BYTES
-    assert second.started_s < second.ended_s
-
-
-def test_sampled_block_is_sampled_in_every_prompt():
-    manager = CacheManager(KVCacheConfig(100_000, 0, block_size=1))
-    for number in range(64):
-        head = new_blocks(number, 100)
-        for length in (3, 50, 100):
-            serve(manager, f"{number} {length}", head[:length])
-    traffic = manager.traffic()
-    assert traffic.rate == USUAL_RATE
-    rows = iter(traffic.rows)
-    for short, middle, whole in zip(rows, rows, rows, strict=True):
-        assert whole.names.startswith(middle.names)
-        assert middle.names.startswith(short.names)
-        assert [each.num_prompt for each in (short, middle)] == [len(each.names) // 8 for each in (short, middle)]
-        assert len(whole.names) // NAME_BYTES in (100 // USUAL_RATE, 100 // USUAL_RATE + 1)
-    sampled = sum(row.num_prompt for row in traffic.rows[2::3])
-    assert sampled * USUAL_RATE == pytest.approx(64 * 100, rel=0.05)
-
-
-@pytest.mark.parametrize(("num_requests", "num_blocks"), [(MOST_REQUESTS + 9, 1), (MOST_BLOCKS // 400 + 9, 400)])
-def test_log_is_bounded_and_forgets_the_oldest(num_requests, num_blocks):
-    manager = CacheManager(KVCacheConfig(512, 0, block_size=1, eviction_policy="lru"))
-    for number in range(num_requests):
-        serve(manager, str(number), new_blocks(number, num_blocks))
-    traffic = manager.traffic()
-    assert not traffic.is_whole
-    assert num_requests - 12 < len(traffic.rows) + 2 <= num_requests
-    assert sum(map(getsizeof, (value for row in traffic.rows for value in row))) < 8 << 20
-    assert traffic.rows[-1].num_prompt == num_blocks
-
-
-def test_rate_keeps_the_small_cache_and_the_history_in_bounds():
-    rates = {size: rate_of(size) for size in (1, 1024, 1025, 5000, 40_000, 600_000, 10**7)}
-    assert rates == {1: 1, 1024: 1, 1025: 2, 5000: 8, 40_000: 16, 600_000: 32, 10**7: 512}
-
-
-def test_reset_and_another_size_begin_the_log_anew():
-    manager = CacheManager(KVCacheConfig(64, 0, block_size=1))
-    serve(manager, "before", new_blocks(0, 8))
-    running = GivenHashes(new_blocks(1, 4), 5)
-    manager.match_prefix("running", running)
-    manager.allocate("running", 4)
-    manager.take_swap_step()
-    manager.reset_cache()
-    manager.finish("running")
-    assert manager.traffic() == Traffic(1, True, [])
-    serve(manager, "after", new_blocks(0, 8))
-    manager.resize_device_pool(5000)
-    assert manager.traffic() == Traffic(8, False, [])
+def test_history_that_forgot_requests_is_measured_from_its_middle():
+    manager = busy(num_requests=2 * FEWEST_REQUESTS)
+    whole = manager.traffic()
+    cut = Traffic(whole.rate, False, whole.rows)
+    plan, all_of_it = make_plan(cut, manager.config), make_plan(whole, manager.config)
+    assert (plan.num_requests, all_of_it.num_requests) == (FEWEST_REQUESTS, 2 * FEWEST_REQUESTS)
+    assert plan.seconds < all_of_it.seconds
+    assert plan.sizes[0].hit_share == pytest.approx(2 / 3)  # two blocks of three tokens
+    assert 2 / 3 > all_of_it.sizes[0].hit_share > 0.65
+    assert all_of_it.sizes[0].error < 0.05
+    assert plan.evicted_blocks == all_of_it.evicted_blocks > 0
 
 
 # ---- plans of a server
