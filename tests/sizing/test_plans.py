@@ -1,10 +1,15 @@
 """Plans beside full replays at each size, and the process that makes them."""
 
+import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
@@ -15,9 +20,10 @@ from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.traffic_log import Traffic
 from fastdeploy_kvcache_v1.sizing import planner as planning
-from fastdeploy_kvcache_v1.sizing.planner import LASTS_S, Planner
+from fastdeploy_kvcache_v1.sizing.planner import LASTS_S, TIMEOUT_S, Planner, Task
 from fastdeploy_kvcache_v1.sizing.plans import make_plan
 from fastdeploy_kvcache_v1.sizing.simulation import Simulation
+from fastdeploy_kvcache_v1.switch import SWITCH
 from tests.lab.replay.conftest import REAL_TRACE, traffic
 from tests.scheduler.test_traffic_log import new_blocks, serve
 
@@ -100,14 +106,43 @@ def busy(device=64, num_requests=FEWEST_REQUESTS, num_prompts=48):
     return manager
 
 
-def asked(planner):
-    assert not planner.plan().is_ready
+def asked(planner, *, begins=True):
+    assert not begins or not planner.plan().is_ready
     for _ in range(3000):
         plan = planner.plan()
         if plan.is_ready:
             return plan
         time.sleep(0.01)
     raise AssertionError("no plan in 30 s")
+
+
+def test_one_process_is_asked_at_a_time_outside_fastdeploy(monkeypatch):
+    """FAKE: the process is a thread."""
+    may_end, asked_of = threading.Event(), []
+
+    def run(command, *, input, capture_output, env, timeout, check):
+        asked_of.append((command, env, timeout, capture_output, check))
+        assert may_end.wait(10)
+        task = msgspec.msgpack.decode(input, type=Task)
+        plan = make_plan(task.traffic, KVCacheConfig(**task.config))
+        return SimpleNamespace(returncode=0, stdout=msgspec.msgpack.encode(plan))
+
+    monkeypatch.setattr(planning.subprocess, "run", run)
+    monkeypatch.setenv(SWITCH, "1")
+    planner = Planner(busy(num_requests=5))
+    assert planner.plan() == planner.plan() == Plan(is_ready=False)
+    may_end.set()
+    plan = asked(planner, begins=False)
+    assert (plan.num_requests, plan.failure, plan.block_bytes) == (5, "", 1 << 20)
+    assert planner.plan() is plan
+    [(command, environment, timeout, *others)] = asked_of
+    assert command == [sys.executable, "-m", "fastdeploy_kvcache_v1.sizing"]
+    assert SWITCH not in environment
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(Path(planning.__file__).parents[2]), *sys.path[1:]]
+    assert (timeout, others) == (TIMEOUT_S, [True, False])
+    planner._made_at -= LASTS_S
+    assert asked(planner) == plan
+    assert len(asked_of) == 2
 
 
 @pytest.mark.process
