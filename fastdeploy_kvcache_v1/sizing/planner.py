@@ -1,6 +1,6 @@
 """Planner: makes plans of a running server, each in a process of the lowest priority.
 
-A plan takes seconds of a core, so it is made when somebody asks. A gauge would need one a minute, or a rough estimate.
+A plan takes seconds of a core, so it is made when a client asks. A gauge would need one a minute, or a rough estimate.
 """
 
 from __future__ import annotations
