@@ -383,7 +383,7 @@ def add_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 
 def reschedule_preempt_task(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Wraps `ResourceManagerV1.reschedule_preempt_task`: a request waits for its stored blocks before it goes to the
-    front of FastDeploy's queue, where nobody could pass it.
+    front of FastDeploy's queue, where no other request could pass it.
     """
     cache = own_cache(instance, EnginePrefixCache)
     if cache is None or (storage := cache.storage) is None or not cache.preempted_wait:
