@@ -217,7 +217,7 @@ NO_SWAP_IN = BlockCopies(*SWAP_IN)
 
 @dataclass(frozen=True)
 class SwapStep:
-    """All copies of one scheduling step. The worker runs `transfers` in order, then computes.
+    """All copies of one scheduling step. The worker takes `refilled`, runs `transfers` in order, then computes.
 
     At most one transfer per kind, none empty, in `COPY_ORDER`; raises `ValueError` otherwise, `UnsupportedCopyError`
     for a kind that `COPY_ORDER` lacks. Steps must reach the worker once and in `step` order: later copies rely on
@@ -226,11 +226,15 @@ class SwapStep:
 
     step: int
     transfers: tuple[BlockCopies, ...] = ()
+    refilled: Sequence[int] = ()
+    """Host slots that storage has filled: copies into them that failed before do not matter any more. A step without
+    copies has none.
+    """
 
     @classmethod
-    def of(cls, step: int, *transfers: BlockCopies) -> SwapStep:
+    def of(cls, step: int, *transfers: BlockCopies, refilled: Sequence[int] = ()) -> SwapStep:
         """A step of the `transfers` that copy anything, sorted."""
-        return cls(step, tuple(sorted([each for each in transfers if each.source_slots], key=_rank)))
+        return cls(step, tuple(sorted([each for each in transfers if each.source_slots], key=_rank)), refilled)
 
     def __post_init__(self) -> None:
         last = -1

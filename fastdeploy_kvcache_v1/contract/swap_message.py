@@ -13,13 +13,13 @@ from typing import Final, overload
 from ..errors import MessageVersionError, TransferError
 from .messages import BlockCopies, CacheLevel, SwapStep
 
-VERSION = 2
+VERSION = 3
 """Of `SwapMessage`."""
 START = -1
 """The step before the first message, and before the first message after a reset of the cache."""
-SwapMessage = tuple[int, int, int, tuple[tuple[int, int, bytes, bytes], ...]]
-"""VERSION, step, step of the message before or START, and for each transfer: source tier, target tier (indices of
-`TIERS`), source slots, target slots (`SlotArray.packed`)."""
+SwapMessage = tuple[int, int, int, tuple[tuple[int, int, bytes, bytes], ...], bytes]
+"""VERSION, step, step of the message before or START, for each transfer: source tier, target tier (indices of `TIERS`),
+source slots, target slots; and the slots that were refilled. Slots are `SlotArray.packed`."""
 TIERS = (CacheLevel.DEVICE, CacheLevel.HOST, CacheLevel.STORAGE)
 _PLACES = {level: place for place, level in enumerate(TIERS)}
 _TYPE: Final = "i"
@@ -121,7 +121,7 @@ def encode(step: SwapStep, previous: int) -> SwapMessage:
         )
         for each in step.transfers
     ]
-    return VERSION, step.step, previous, tuple(copies)
+    return VERSION, step.step, previous, tuple(copies), SlotArray.of(step.refilled).packed
 
 
 def decode(message: SwapMessage) -> tuple[SwapStep, int]:
@@ -129,9 +129,9 @@ def decode(message: SwapMessage) -> tuple[SwapStep, int]:
     version = message[0] if isinstance(message, tuple) and message else message
     if version != VERSION:
         raise MessageVersionError("swap message", found=version, expected=VERSION)
-    _, number, previous, copies = message
+    _, number, previous, copies, refilled = message
     transfers = [
         BlockCopies(TIERS[source], TIERS[target], SlotArray(sources), SlotArray(targets))
         for source, target, sources, targets in copies
     ]
-    return SwapStep(number, tuple(transfers)), previous
+    return SwapStep(number, tuple(transfers), SlotArray(refilled)), previous

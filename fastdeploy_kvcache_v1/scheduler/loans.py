@@ -68,6 +68,8 @@ class Loads:
         if not 0 <= num_arrived <= len(load.slots):
             raise CacheStateError(f"load {load_id}: {num_arrived} blocks arrived, it has slots for {len(load.slots)}")
         del self._loads[load_id]
+        if load.level is CacheLevel.HOST:
+            self._tiering.refilled.update(dict.fromkeys(load.slots[:num_arrived]))
         num_cached = 0
         if load.wanted and num_arrived:
             num_cached = self._tree.graft(load.hashes, load.first + num_arrived, load.slots[:num_arrived], load.level)

@@ -13,6 +13,7 @@ from ..contract.messages import (
     CopyKind,
     CopyResult,
     DeviceSlot,
+    HostSlot,
     NoSpace,
     SwapStep,
 )
@@ -39,6 +40,8 @@ class Tiering:
         self.step = 0
         """Number of the open step, whose copies are being decided."""
         self.told = CopiesByStep()
+        self.refilled: dict[HostSlot, None] = {}
+        """Host slots that loads have filled since the last step with copies."""
         self._evicted_before = 0
         """Value of `device_evicted_blocks` when the last step was taken."""
 
@@ -138,7 +141,9 @@ class Tiering:
         self._counters.swap_in_blocks += sum([run.length for run in read])
         self.told.remember(step, copied)
         self._residency.close_copies()
-        return SwapStep.of(step, *transfers)
+        # With the first copies after the load: one that fills the slot later and fails must not count as repaired.
+        refilled, self.refilled = tuple(self.refilled), {}
+        return SwapStep.of(step, *transfers, refilled=refilled)
 
     # ---- administration
 

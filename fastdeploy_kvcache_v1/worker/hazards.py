@@ -141,10 +141,9 @@ class HazardTable:
 
     def refilled(self, slots: Iterable[int]) -> None:
         """Repair failed writes of `slots`: they were filled from outside, after every earlier use of them."""
-        filled = slot_set(slots)
         with self._lock:
-            repaired = self._without_data() & filled
-            if repaired:
+            failed = self._without_data()
+            if failed and (repaired := failed & slot_set(slots)):
                 for use in self._uses:
                     use.forget(repaired)
                 self._drop_empty()

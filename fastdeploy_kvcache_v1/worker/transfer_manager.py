@@ -102,8 +102,8 @@ class CacheTransferManager:
         self._streams: dict[Actor, Stream] = {}
         self._transfers: list[Transfer] = []
         """Not reported yet, or reported as given up and still running."""
-        self._refilled: deque[tuple[CacheLevel, Sequence[int]]] = deque()
-        """Slots filled from outside since the tables were last used."""
+        self._refilled: deque[Sequence[int]] = deque()
+        """Device slots filled from outside since their table was last used."""
         self._waited_s = runtime.compute_stream.waited_s
         self._last_step = -1
         self._filled = self.after_compute(NO_SLOTS, SlotSet(range(self._device_hazards.num_slots)))
@@ -124,6 +124,8 @@ class CacheTransferManager:
             raise CacheStateError(f"swap step {step.step} came after step {self._last_step}")
         planned = [self._plan(step.step, copies) for copies in step.transfers]
         self._last_step = step.step
+        if step.refilled:
+            self._hazards[CacheLevel.HOST].refilled(step.refilled)
         counter: LayerDoneCounter | None = None
         soon = [transfer.spans.writes for transfer in planned if transfer.copies.kind == SWAP_IN]
         for transfer in planned:
@@ -258,17 +260,16 @@ class CacheTransferManager:
         self._take_refilled()
         return self._device_hazards.failed(slots)
 
-    def refilled(self, slots: Sequence[int], level: CacheLevel = CacheLevel.DEVICE) -> None:
-        """Repair failed copies of `slots` of tier `level`: they were filled from outside. Thread-safe.
+    def refilled(self, slots: Sequence[int]) -> None:
+        """Repair failed copies into device `slots`: they were filled from outside. Thread-safe.
 
         No copy may write to them any more, and the scheduler may not yet know that the blocks have arrived.
         """
-        self._refilled.append((level, slots))
+        self._refilled.append(slots)
 
     def _take_refilled(self) -> None:
         while self._refilled:
-            level, slots = self._refilled.popleft()
-            self._hazards[level].refilled(slots)
+            self._device_hazards.refilled(self._refilled.popleft())
 
     @property
     def device_hazards(self) -> HazardTable:

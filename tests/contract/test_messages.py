@@ -87,8 +87,9 @@ def test_wrong_settings_say_what_to_do(options: dict[str, object], message: str)
 
 
 @pytest.mark.parametrize("transfers", [(), (OUT,), (IN,), (OUT, IN)])
-def test_a_step_survives_the_message(transfers: tuple[BlockCopies, ...]) -> None:
-    step = SwapStep(7, transfers)
+@pytest.mark.parametrize("refilled", [(), (5, 0)])
+def test_a_step_survives_the_message(transfers: tuple[BlockCopies, ...], refilled: tuple[int, ...]) -> None:
+    step = SwapStep(7, transfers, refilled)
     assert decode(pickle.loads(pickle.dumps(encode(step, 3)))) == (step, 3)
 
 

@@ -215,6 +215,10 @@ class Scene:
         """Copies to the device in the last step."""
         self._copied(self.steps["last"].swap_in, copies)
 
+    def refilled(self, *slots: str) -> None:
+        """Host slots that the last step names as filled by loads."""
+        assert list(map(str, self.steps["last"].refilled)) == list(slots), self.steps["last"].refilled
+
     def _copied(self, swap: BlockCopies, copies: tuple[str, ...]) -> None:
         made = [f"{source}>{target}" for source, target in zip(swap.source_slots, swap.target_slots, strict=True)]
         assert list(copies) in ([str(len(swap))], sorted(made)), made

@@ -45,6 +45,16 @@ SCENARIOS = {
         "2+4: run ab; step; load x 0 device; lent_to_load 1 2; step; out 1>0; run a again; load y 0 device another;"
         "lent_to_load 1 4"
     ),
+    "the next step with copies names the host slots that loads have filled": (
+        "4+4 write_through: load abc; arrive 2 2; load x 0 device other; arrive 1 1 other; step; refilled; run r; step;"
+        "out 1; refilled 0 1; run s; step; out 1; refilled"
+    ),
+    "a slot is named as filled also if its block was evicted, before it is copied to": (
+        "4+1 write_through: load a; arrive 1 1; run b; step; out 0>0; refilled 0"
+    ),
+    "a slot is named as filled also if its block was not cached": (
+        "4+4 write_through: run a; load a; arrive 1 0; step; out 1; refilled 1; idle"
+    ),
     # ---- what happens meanwhile
     "no eviction and no loan gets the slots of a load": (
         "4+4 write_through: load ab 0 host one; load cd 0 device two; run 12; lend 2; back; run 34; lend 2; back;"

@@ -233,34 +233,49 @@ def test_a_layer_that_fails_fails_the_layers_after_it(rig):
     assert (result.target_slots, result.error) == ((1,), "OSError: ECC")
 
 
-@pytest.mark.parametrize(
-    ("stream", "level", "failing"),
-    [
-        (SWAP_IN, CacheLevel.DEVICE, (NO_SWAP_OUT, swap_in((0, 1), (2, 3)))),
-        (SWAP_OUT, CacheLevel.HOST, (swap_out((0, 1), (2, 3)),)),
-    ],
-)
-def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stream, level, failing):
+def test_device_slot_whose_copy_failed_can_be_read_once_filled_again(rig):
     def reads(slot):
-        if level is CacheLevel.DEVICE:
-            rig.controller.transfers.before_compute([slot], [])
-            rig.controller.transfers.after_compute([slot], [])
-        else:
-            rig.submit(into=swap_in((slot,), (slot,))).wait_all()
+        rig.controller.transfers.before_compute([slot], [])
+        rig.controller.transfers.after_compute([slot], [])
 
-    rig.runtime.fail_next(stream, RuntimeError("ECC"))
-    rig.submit(*failing)
+    rig.runtime.fail_next(SWAP_IN, RuntimeError("ECC"))
+    rig.submit(into=swap_in((0, 1), (2, 3)))
     rig.controller.transfers.drain()
     with pytest.raises(TransferError):
         reads(2)
-    rig.controller.transfers.refilled((2,), level)
+    rig.controller.transfers.refilled((2,))
     reads(2)
     with pytest.raises(TransferError):
         reads(3)
     assert rig.controller.transfers.failed_slots([2, 3]) == [3]
-    rig.submit(*((NO_SWAP_OUT, swap_in((5,), (3,))) if level is CacheLevel.DEVICE else (swap_out((0,), (3,)),)))
+    rig.submit(into=swap_in((5,), (3,)))
     rig.controller.transfers.drain()
     reads(3)
+
+
+def test_host_slot_whose_copy_failed_can_be_read_once_a_step_says_refilled(rig):
+    def reads(slot, refilled=()):
+        rig.submit(into=swap_in((slot,), (slot,)), refilled=refilled).wait_all()
+
+    rig.runtime.fail_next(SWAP_OUT, RuntimeError("ECC"))
+    rig.submit(swap_out((0, 1), (2, 3)))
+    rig.controller.transfers.drain()
+    with pytest.raises(TransferError):
+        reads(2)
+    reads(2, refilled=(2,))
+    with pytest.raises(TransferError):
+        reads(3)
+    rig.submit(swap_out((0,), (3,)))
+    rig.controller.transfers.drain()
+    reads(3)
+
+
+def test_copy_that_fails_in_the_step_that_says_refilled_stays_failed(rig):
+    rig.runtime.fail_next(SWAP_OUT, RuntimeError("ECC"))
+    rig.submit(swap_out((0,), (2,)), refilled=(2,))
+    rig.controller.transfers.drain()
+    with pytest.raises(TransferError):
+        rig.submit(into=swap_in((2,), (2,))).wait_all()
 
 
 # ---- timeouts

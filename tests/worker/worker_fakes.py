@@ -73,10 +73,14 @@ class Rig:
             self.write(slot, 10 + slot)
 
     def submit(
-        self, out: BlockCopies = NO_SWAP_OUT, into: BlockCopies = NO_SWAP_IN, **options: SlotSet | None
+        self,
+        out: BlockCopies = NO_SWAP_OUT,
+        into: BlockCopies = NO_SWAP_IN,
+        refilled: Sequence[int] = (),
+        **options: SlotSet | None,
     ) -> LayerDoneCounter | None:
         self._step += 1
-        return self.controller.transfers.submit(SwapStep.of(self._step, out, into), **options)
+        return self.controller.transfers.submit(SwapStep.of(self._step, out, into, refilled=refilled), **options)
 
     def write(self, slot: int, content: int, *layers: int) -> None:
         """In these layers, or in all."""

@@ -137,7 +137,7 @@ class Between:
             if self._fetch_left[name] == {rank} and name not in self._failing:
                 for source, target in zip(sources, fetch.slots, strict=True):
                     self._fill(target, source)
-                self.decode.rank.refilled(fetch.slots, on_device=True)
+                self.decode.rank.refilled(fetch.slots)
                 self.count["fetched"] += len(fetch.slots)
             self.end_fetch(name, None, rank)
 

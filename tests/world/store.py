@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdeploy_kvcache_v1.contract.messages import CacheLevel
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
@@ -83,10 +82,10 @@ class RankMemory(RankStorage):
             return [self.controller.host_pool.slot(slot).view(np.int64)]
         return [role.array[slot].view(np.int64) for rows in self.controller.transfers.device_rows for role in rows]
 
-    def refilled(self, slots: Sequence[int], *, on_device: bool) -> None:
-        """Tell the slot tables of a write from outside."""
+    def refilled(self, slots: Sequence[int]) -> None:
+        """Tell the table of device slots of a write from outside."""
         if self.controller is not None:
-            self.controller.transfers.refilled(slots, CacheLevel.DEVICE if on_device else CacheLevel.HOST)
+            self.controller.transfers.refilled(slots)
 
 
 class Store:
@@ -221,8 +220,8 @@ class Store:
         for slot, value in zip(call.slots, values, strict=False):
             for memory, part in zip(self._memories, value, strict=True):
                 memory.fill(slot, part)
-        for memory in self._memories:
-            memory.refilled(call.slots[: len(values)], on_device=memory.uses_device_tier)
+        for memory in self._memories if self.on_device else ():  # of host slots the next step tells
+            memory.refilled(call.slots[: len(values)])
         error, quiet_after, count = "connection reset" if fails else None, 0.0, len(values)
         if fails and self.on_device and cut < 0.7:
             self._late.append((self._world.clock() + LATE_S, call.slots, None))

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...contract.messages import CacheLevel
 from ...storage.agent import StorageAgent
 from ...storage.attention_store.agent import AttentionStoreAgent
 from ...storage.attention_store.sdk import DeviceCaches
@@ -53,7 +52,7 @@ class HostStorage(RankStorage):
     def use(self, controller: CacheController) -> None:
         pool = controller.host_pool
         memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
-        self._agent.use(pool.memory_of_slot, memory, partial(controller.transfers.refilled, level=CacheLevel.HOST))
+        self._agent.use(pool.memory_of_slot, memory)
 
     def let_go(self) -> bool:
         return self._agent.let_go()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from functools import partial
 
-from ....contract.messages import CacheLevel
 from ....storage.agent import StorageAgent
 from ....storage.attention_store.agent import AttentionStoreAgent
 from ....storage.attention_store.sdk import DeviceCaches
@@ -57,7 +56,7 @@ def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namesp
         assert isinstance(agent, StorageAgent)
         pool = controller.host_pool
         memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
-        agent.use(pool.memory_of_slot, memory, partial(controller.transfers.refilled, level=CacheLevel.HOST))
+        agent.use(pool.memory_of_slot, memory)
 
 
 def digest_of(namespace: Namespace) -> str:
