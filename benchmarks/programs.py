@@ -118,6 +118,7 @@ PROGRAMS = {
         ),
         Program("storage", "Stores on disk", 2, STORES, STORE, "[DIRECTORY]"),
         Program("storage_large", "A large directory", 2, STORES, STORE, "[DIRECTORY]"),
+        Program("stored_hits", "What to store", 1, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"), TRACE),
         Program("storage_server", "Storage behind a server", 4, CPU_WORKER, (*SERVER, "storage")),
         Program("load_or_compute_stored", "Load or compute", 25, CPU_WORKER, (*SERVER, "storage")),
         Program("storage_mooncake", "Mooncake store", 1, STORES, STORE, needs="Mooncake's libraries"),

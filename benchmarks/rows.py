@@ -363,6 +363,17 @@ def storage_server(result: Result) -> Iterator[Row]:
                 f"medians {medians} us")  # fmt: skip
 
 
+def stored_hits(result: Result) -> Iterator[Row]:
+    for case in result["cases"]:
+        device, host = case["sizes"]
+        soon = f"{case['soon']:.1%} in the first {result['after_restart']} requests"
+        yield Row(
+            f"{case['traffic']}, {device:,} + {host:,}: {case['policy']}",
+            f"{case['after']:.1%} after a restart, {soon}; {case['written'] / 1000:,.0f} k blocks written",
+            device_blocks=device,
+        )
+
+
 def load_or_compute_stored(result: Result) -> Iterator[Row]:
     for rate in result["rates"]:
         disk = "no limit" if rate["mb_s"] >= 1e6 else f"{rate['mb_s']:.0f} MB/s"
@@ -376,8 +387,8 @@ ROWS: dict[str, Callable[[Result], Iterator[Row] | Iterator[Table]]] = {
     each.__name__: each
     for each in (
         control_plane, policies, hits, eviction_time, growth, hashing, import_time, overlay_scheduler, worker_steps,
-        copy_ops, first_touch, server, cpu_model, storage, storage_large, storage_server, load_or_compute_stored,
-        storage_mooncake, transfer, transfer_overlap, roles,
+        copy_ops, first_touch, server, cpu_model, storage, storage_large, stored_hits, storage_server,
+        load_or_compute_stored, storage_mooncake, transfer, transfer_overlap, roles,
     )
 }  # fmt: skip
 
