@@ -44,9 +44,13 @@ def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     for flag in ADDED_FLAGS:
         setattr(instance, flag.name, kwargs.pop(flag.name, flag.default))
     given = {"write_policy": None, **kwargs}
-    wrapped(*args, **given)
-    if given.get("splitwise_role") == "decode" and not instance.enable_prefix_caching:
-        # 2.5 switches it off for decode; other reasons to switch it off hold for prefill as well.
+    if given.get("splitwise_role") != "decode":
+        wrapped(*args, **given)
+        return
+    wrapped(*args, **{**given, "kvcache_storage_backend": None})
+    instance.kvcache_storage_backend = given.get("kvcache_storage_backend")
+    if not instance.enable_prefix_caching:
+        # 2.5 switches it off for decode, and refuses a store then; other reasons hold for prefill as well.
         as_prefill = type(instance)(*args, **{**given, "splitwise_role": "prefill"})
         instance.enable_prefix_caching = as_prefill.enable_prefix_caching
 

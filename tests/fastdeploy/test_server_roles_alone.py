@@ -13,9 +13,10 @@ import openai
 import pytest
 
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import supervisor
+from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from tests.mooncake_master import free_port, needs_mooncake
 
-from .cpu_server import wait_until
+from .cpu_server import BLOCK_SIZE, wait_until
 from .role_servers import FORMS, PROMPTS, ask, hear, num_fetches, servers, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
@@ -120,6 +121,45 @@ def test_stored_blocks_outlive_a_pause(release, tmp_path):
         wait_until(lambda: found() >= 10, "blocks from the store")
         assert prefill.failed_copies() == 0
         wait_idle(prefill, decode)
+
+
+def test_prefill_and_mixed_servers_find_what_decode_generated(release, tmp_path):
+    directory = tmp_path / "kv"
+    store = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(directory))
+    tier = ("--swap-space", "0.02", "--storage-prefetch", "wait_complete", "--enable-output-caching", *store)
+    with servers(release, tmp_path) as made:
+        plain, mixed = made.begin("mixed", "plain"), made.begin("mixed", "mixed", *tier)
+        prefill, decode = made.begin("prefill", "prefill", *tier), made.begin("decode", "decode", *tier)
+        made.wait_ready()
+        with made.router.client() as client, mixed.client() as beside, plain.client() as without:
+            prompt = list(range(97, 117)) * 20
+            generated = complete(client, prompt, 300)
+            later, whole = [*prompt, *generated, 97], (400 + 300 - 1) // BLOCK_SIZE
+
+            def are_stored():
+                ask(client, "go on", max_tokens=1)  # the last copies ride on a batch
+                return len(list(stored_files(directory))) >= whole
+
+            wait_until(are_stored, lambda: f"{whole} blocks: {len(list(stored_files(directory)))}", 120.0)
+            computed = complete(without, later)
+            assert complete(beside, later) == computed
+            wait_until(lambda: found(mixed) == whole, lambda: f"{whole} blocks from the store: {found(mixed)}")
+            assert complete(client, later) == computed
+        wait_until(lambda: found(prefill) == whole - 6, lambda: f"{whole - 6} blocks from the store: {found(prefill)}")
+        wait_idle(prefill, decode)
+
+
+def complete(client, prompt, num_tokens=12):
+    """Tokens of a greedy completion of token ids."""
+    extra = {"return_token_ids": True, "min_tokens": num_tokens}
+    limits = {"max_tokens": num_tokens, "temperature": 0, "top_p": 0}
+    reply = client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **limits)
+    return list(reply.choices[0].completion_token_ids)
+
+
+def found(server):
+    """Blocks found in the store since the server's start."""
+    return server.metrics().get("storage_found_blocks_total", 0)
 
 
 @needs_mooncake()

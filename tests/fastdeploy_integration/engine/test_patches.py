@@ -30,11 +30,14 @@ class EngineArgs:
     write_policy: str = "write_through"
     splitwise_role: str = "mixed"
     enable_prefix_caching: bool = True
+    kvcache_storage_backend: str | None = None
     is_cuda: bool = True
 
     def __post_init__(self):
         if self.splitwise_role == "decode" or not self.is_cuda:
             self.enable_prefix_caching = False
+        if self.kvcache_storage_backend is not None and not self.enable_prefix_caching:
+            raise NotImplementedError("a store needs prefix caching")
 
 
 def test_engine_args_get_our_fields_and_a_decode_server_has_prefix_caching_where_another_one_has_it():
@@ -48,6 +51,10 @@ def test_engine_args_get_our_fields_and_a_decode_server_has_prefix_caching_where
     for given, is_cuda, expected in ((True, True, True), (False, True, False), (True, False, False)):
         made = EngineArgs(splitwise_role="decode", enable_prefix_caching=given, is_cuda=is_cuda)
         assert (made.splitwise_role, made.enable_prefix_caching) == ("decode", expected)
+    made = EngineArgs(splitwise_role="decode", kvcache_storage_backend="file")
+    assert (made.enable_prefix_caching, made.kvcache_storage_backend) == (True, "file")
+    with pytest.raises(NotImplementedError, match="needs prefix caching"):
+        EngineArgs(splitwise_role="decode", kvcache_storage_backend="file", is_cuda=False)
 
 
 def test_the_command_line_has_our_flags_and_leaves_the_check_to_the_configuration():
