@@ -22,7 +22,6 @@ from prometheus_client import REGISTRY, Gauge, Histogram, values  # noqa: E402
 from fastdeploy_kvcache_v1 import forks  # noqa: E402
 from fastdeploy_kvcache_v1.config import KVCacheConfig  # noqa: E402
 from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyResult, WorkerReport  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.metrics import CacheMetricsPublisher  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached  # noqa: E402
@@ -30,6 +29,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter  # noqa: E402
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.token_channel import TokenReceiver  # noqa: E402
+from fastdeploy_kvcache_v1.link.place import socket_path  # noqa: E402
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager  # noqa: E402
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters  # noqa: E402
 from tests.forked import ended_well, start  # noqa: E402
@@ -57,8 +57,8 @@ def start_load() -> Overlay:
     manager = SimpleNamespace(stats=lambda: CacheStats(counters=Counters(), **dict.fromkeys(names, 1)), misses=misses)
     overlay = Overlay(table_for("2.6"), Path(DIRECTORY))
     publisher = CacheMetricsPublisher(SimpleNamespace(manager=manager, uncached=Uncached()), overlay)
-    publisher.reports = CopyReports(socket_path(1))
-    reporter = CopyReporter(socket_path(1), 0)
+    publisher.reports = CopyReports(socket_path(1, "copies"))
+    reporter = CopyReporter(socket_path(1, "copies"), 0)
     receiver = TokenReceiver(Path(DIRECTORY, "tokens"))
     steps = count()
 

@@ -1,4 +1,4 @@
-"""CopyReport: a worker rank's message to the engine about its copies, and the path of its socket.
+"""CopyReport: a worker rank's message to the engine about its copies.
 
 The message is JSON, so nothing is unpickled. Its totals count from the start of the worker, which makes up for a lost
 message.
@@ -6,21 +6,12 @@ message.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from hashlib import blake2b
-from pathlib import Path
 
 import msgspec
 
 from ..contract.messages import WorkerReport
 from ..errors import MessageVersionError
-from ..forks import SOCKET_DIRECTORIES
-
-MAX_SOCKET_PATH = 107
-"""Bytes of the longest path of a unix socket."""
-
-LONGEST_NAME = "storage-01234567-9999"
 
 
 class CopyReport(msgspec.Struct, frozen=True):
@@ -58,11 +49,3 @@ def shape_of(message: type) -> str:
 
 
 SHAPE = shape_of(CopyReport)
-
-
-def socket_path(queue_port: int, name: str = "copies") -> Path:
-    """Path of socket `name` in the directory of the engine with this worker queue port, unique on its machine."""
-    directory, own = Path(tempfile.gettempdir()), f"{SOCKET_DIRECTORIES}{os.getuid()}-{queue_port}"
-    if len(os.fsencode(directory / own / LONGEST_NAME)) > MAX_SOCKET_PATH:
-        directory = Path("/tmp")
-    return directory / own / name

@@ -13,10 +13,10 @@ from typing import Any
 from ..config import KVCacheConfig, WritePolicy
 from ..contract.flags import CACHE_FLAGS, SWAP_SPACE, WRITE_POLICY
 from ..errors import ConfigError
+from ..link.place import socket_path
 from ..scheduler.policies.eviction import EVICTION_POLICY
 from ..storage.registry import store_kind
 from ..storage.settings import STORAGE_FLAGS, StorageSettings
-from .copy_report import socket_path
 
 ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FLAGS) if flag.fastdeploy == "added")
 """Fields that FastDeploy's `EngineArgs` and `CacheConfig` lack."""

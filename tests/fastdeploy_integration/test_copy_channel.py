@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import socket
-import tempfile
 import time
 from contextlib import ExitStack, closing
 from dataclasses import make_dataclass, replace
@@ -28,11 +27,9 @@ from fastdeploy_kvcache_v1.contract.messages import (
 )
 from fastdeploy_kvcache_v1.errors import ConfigError, MessageVersionError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import (
-    MAX_SOCKET_PATH,
     SHAPE,
     CopyReport,
     shape_of,
-    socket_path,
 )
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import copy_reports
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports
@@ -346,11 +343,3 @@ def test_what_is_no_report_is_a_value_error(garbage):
     assert CopyReport.loads(message()).rank == 0, "the others differ from this one"
     with pytest.raises(ValueError, match=r"."):
         CopyReport.loads(garbage)
-
-
-def test_engines_of_one_machine_have_directories_of_their_own(monkeypatch):
-    assert socket_path(8001).parent != socket_path(8002).parent
-    assert socket_path(8001).is_relative_to(tempfile.gettempdir())
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 100)
-    assert len(str(socket_path(65535))) <= MAX_SOCKET_PATH
-    assert socket_path(65535).is_relative_to(Path("/tmp"))

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import zmq
 
 from ...errors import ConfigError
+from ...link.place import socket_path
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from ...transfer.role_info import RankInfo
-from ..copy_report import socket_path
 from ..settings import SESSION_VARIABLE
 from .leases import LeaseNews
 

@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 
 from ...errors import CacheStateError, ConfigError, ModelError
+from ...link.place import make_private, socket_path
 from ...storage.model_digest import model_digest
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from ...transfer.role_info import RankInfo, RoleInfo
-from ..copy_report import socket_path
-from ..engine.copy_reports import make_private
 from ..engine.patches import EnginePrefixCache
 from ..engine.storage import EngineStorage
 from ..settings import log_directory
@@ -96,7 +95,7 @@ class RoleCache(EnginePrefixCache, ABC):
     ) -> list[Any]:
         """Opens the way to the ranks, before they start. Raises `ConfigError`."""
         if self._ranks is None:
-            directory = socket_path(int(engine_worker_queue_port)).parent
+            directory = socket_path(int(engine_worker_queue_port), "copies").parent
             make_private(directory)
             self._ranks = EngineEnd(int(engine_worker_queue_port), tensor_parallel_size)
             Finalize(None, self._ranks.close, exitpriority=1)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
-import stat
 import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +15,7 @@ import zmq
 
 from ...contract.messages import CacheLevel, CopyResult, PassProgress, PrefillTime
 from ...errors import ConfigError, MessageVersionError
+from ...link.place import make_private
 from ...telemetry.metrics import counter, source
 from ..copy_report import CopyReport
 
@@ -165,16 +164,3 @@ class CopyReports:
             if news.prefills:
                 self._prefills[report.rank].extend(news.prefills)
             self._has_news = True
-
-
-def make_private(directory: Path) -> None:
-    """Raises `ConfigError` unless it is a directory of this user that nobody else can enter."""
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        status = directory.lstat()
-    except OSError as error:
-        raise ConfigError(f"cannot make the directory {directory}: {error}; set TMPDIR to another place") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{directory} is not a directory that only this user can enter: remove it, or set TMPDIR to another place"
-        )

@@ -19,12 +19,12 @@ from ...config import KVCacheConfig, WritePolicy
 from ...contract.messages import CacheLevel
 from ...contract.tool_calls import tool_call_ends
 from ...errors import ConfigError, KVCacheError, StorageError
+from ...link.place import socket_path
 from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
 from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from ...telemetry.trace_recorder import TraceRecorder
 from .. import Args, Kwargs, Wrapped, settings, swap_space
-from ..copy_report import socket_path
 from ..overlay import overlay
 from .adapter import PrefixCacheAdapter
 from .copy_reports import NO_NEWS, CopyReports
@@ -182,7 +182,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
     def _listen_to_workers(self, queue_port: int) -> None:
         """Serving does not depend on it: without reports their metrics stay at 0, and a failed copy is found later."""
         try:
-            self.reports = CopyReports(socket_path(int(queue_port)))
+            self.reports = CopyReports(socket_path(int(queue_port), "copies"))
         except ConfigError as error:
             _logger().warning("metrics of copies stay 0: %s", error)
             return

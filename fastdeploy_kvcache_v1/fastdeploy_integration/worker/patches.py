@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError
+from ...link.place import socket_path
 from ...worker.cuda import trial
 from ...worker.cuda.runtime import CudaRuntime, use_device
 from ...worker.runtime import Runtime
 from .. import Args, Kwargs, Wrapped, settings
 from ..backends import DSA, MLA, cache_backend
-from ..copy_report import socket_path
 from ..overlay import overlay
 from ..overlay.table import Where
 from ..swap_space import draft_tokens, has_draft_layer, host_layout
@@ -40,7 +40,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 
     cache, ranks = config.cache_config, config.parallel_config
     reporter = CopyReporter(
-        socket_path(int(ranks.local_engine_worker_queue_port)),
+        socket_path(int(ranks.local_engine_worker_queue_port), "copies"),
         int(ranks.tensor_parallel_rank),
     )
     num_host_blocks = int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0

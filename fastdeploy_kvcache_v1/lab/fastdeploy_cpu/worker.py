@@ -14,11 +14,11 @@ from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.worker.worker_base import WorkerBase
 
 from ...fastdeploy_integration import settings, swap_space
-from ...fastdeploy_integration.copy_report import socket_path
 from ...fastdeploy_integration.disaggregation.ranks import rank_role
 from ...fastdeploy_integration.settings import log_directory
 from ...fastdeploy_integration.worker.copy_reporter import CopyReporter
 from ...fastdeploy_integration.worker.storage import rank_storage
+from ...link.place import socket_path
 from ...worker.runtime.base import free_host_memory
 from ..model.ranks import Ranks, inherited_pipes
 from . import RANK_PIPES, run_directory
@@ -59,7 +59,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         )
         reporter = CopyReporter(
-            socket_path(int(self.parallel_config.local_engine_worker_queue_port)),
+            socket_path(int(self.parallel_config.local_engine_worker_queue_port), "copies"),
             int(self.parallel_config.tensor_parallel_rank),
         )
         self.model_runner = CpuModelRunner(

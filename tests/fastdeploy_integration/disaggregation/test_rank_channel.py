@@ -7,10 +7,9 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import settings
-from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import EngineEnd, RankEnd, RankNews
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import make_private
+from fastdeploy_kvcache_v1.link.place import make_private, socket_path
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews
 from tests.fastdeploy_integration.test_copy_channel import wait_for
@@ -23,7 +22,7 @@ until = partial(wait_for, what="news")
 def engine(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("t")))
     monkeypatch.setenv(settings.SESSION_VARIABLE, "01234567")
-    make_private(socket_path(PORT).parent)
+    make_private(socket_path(PORT, "copies").parent)
     made = EngineEnd(PORT, 2)
     yield made
     made.close()

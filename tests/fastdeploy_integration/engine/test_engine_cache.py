@@ -10,11 +10,11 @@ from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.config import GIB
 from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, CopyResult, PrefillTime, WorkerReport
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.settings import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
+from fastdeploy_kvcache_v1.link.place import socket_path
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.telemetry.metrics import source_of
@@ -44,7 +44,7 @@ def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     manager = launched()
     assert fake_fastdeploy.exported == [(None, None)], "workers take no flags"
     assert manager.publisher.reports.latest() == ()
-    reporter, prefill = CopyReporter(socket_path(77), rank=1), PrefillTime(100, 0.0, 1.0)
+    reporter, prefill = CopyReporter(socket_path(77, "copies"), rank=1), PrefillTime(100, 0.0, 1.0)
     failed = (CopyResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (SWAP_OUT, SWAP_IN))
     reporter.tell(WorkerReport((*failed, CopyResult(1, *SWAP_IN, 3, 0, 7.0)), prefills=(prefill,)))
     wait_for(manager.reports.latest, "the report")
@@ -68,7 +68,8 @@ def test_a_copy_that_failed_on_several_ranks_is_told_once(fake_fastdeploy, num_r
         for step, kind, slots in ((3, SWAP_OUT, (1, 2)), (5, SWAP_OUT, (1, 2)), (3, SWAP_IN, (7, 8)))
     )
     with ExitStack() as stack:
-        ranks = [stack.enter_context(closing(CopyReporter(socket_path(77), rank))) for rank in range(num_ranks)]
+        path = socket_path(77, "copies")
+        ranks = [stack.enter_context(closing(CopyReporter(path, rank))) for rank in range(num_ranks)]
         for failed in ([copy_in, first], [second]):
             for reporter in ranks:
                 reporter.tell(WorkerReport(tuple(failed)))
@@ -82,14 +83,14 @@ def test_a_copy_that_failed_on_several_ranks_is_told_once(fake_fastdeploy, num_r
 def test_where_nothing_is_copied_nobody_listens_and_rows_are_told_to_none(fake_fastdeploy, monkeypatch, settings):
     manager, told = launched(**settings), []
     assert manager.reports is None
-    assert not socket_path(77).parent.exists()
+    assert not socket_path(77, "copies").parent.exists()
     monkeypatch.setattr(manager, "send_swaps", lambda *given: told.append(given))
     schedule(manager)
     assert told == [([], None if "num_cpu_blocks" in settings else [])]
 
 
 def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplog):
-    socket_path(77).parent.touch()
+    socket_path(77, "copies").parent.touch()
     with caplog.at_level("WARNING"):
         manager = launched(**FLAGS_AT_REST)
     assert manager.reports is None
@@ -198,7 +199,7 @@ def no_link(*_):
 @pytest.mark.parametrize(
     ("breaks", "reason"),
     [
-        (lambda m: socket_path(77).parent.touch(), "storage needs the workers' reports"),
+        (lambda m: socket_path(77, "copies").parent.touch(), "storage needs the workers' reports"),
         (lambda m: m.setattr(engine_patches, "make_link", no_link), "storage cannot make its sockets"),
         (lambda m: m.setattr(Storage, "fails", True), "the storage backend attention_store cannot be used: no licence"),
     ],

@@ -1,0 +1,1 @@
+"""Link: the connection between an engine and one of its worker ranks."""
