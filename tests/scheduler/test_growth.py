@@ -377,7 +377,7 @@ def test_blocks_being_copied_are_passed_over_once(looks: list[list[BlockHash]]) 
 
 @pytest.mark.parametrize(
     ("policy", "host", "eviction", "limit"),
-    [("write_back", 0, "lru", 420), ("write_through", 4000, "lru", 560), ("write_back", 0, "adaptive", 1000)],
+    [("write_back", 0, "lru", 430), ("write_through", 4000, "lru", 560), ("write_back", 0, "adaptive", 1000)],
 )
 def test_memory_of_the_worst_shape(policy: str, host: int, eviction: str, limit: int) -> None:
     """Every request has one block of its own and shares none: a tree node for each."""
