@@ -27,10 +27,10 @@ class EventLog:
             hashes, parent = (added, run.last_hash) if added else (run.hashes, run.parent_hash)
             self._events.append(CacheEvent("stored", level, tuple(hashes), parent))
 
-    def removed(self, level: CacheLevel, run: Run) -> None:
-        """Record that `run` left tier `level`, unless it was only there by an open copy: that was never reported."""
-        if run.open is not level and self._has_room(run.length):
-            self._events.append(CacheEvent("removed", level, tuple(run.hashes)))
+    def removed(self, level: CacheLevel, run: Run, last: int = 0) -> None:
+        """Record that `run`, or its `last` blocks, left tier `level`. An open copy to the tier was never reported."""
+        if run.open is not level and self._has_room(last or run.length):
+            self._events.append(CacheEvent("removed", level, tuple(run.hashes[-last:])))
 
     def cleared(self) -> None:
         if self._is_listening:

@@ -81,9 +81,9 @@ class EvictedPieces:
         time_bits = (int((self.now - self._start) * TICKS_PER_SECOND) & TIME_MASK) << TIME_AT
         self._common = [time_bits | cause << CAUSE_AT for cause in range(len(CAUSES))]
 
-    def add(self, run: Run, cause: int) -> None:
-        """Remember that `run` leaves the cache for `CAUSES[cause]`. O(1)."""
-        cells, start, end, young, faded = run.cells, run.start, run.end, self._young, self._faded
+    def add(self, run: Run, start: int, cause: int) -> None:
+        """Remember that the blocks of `run` from `start` of its cells on leave the cache for `CAUSES[cause]`. O(1)."""
+        cells, end, young, faded = run.cells, run.end, self._young, self._faded
         key, length, num_left = hash(cells[WIDTH * start]), end - start, self.num_left
         self.num_left = num_left + length
         if length > LENGTH_MASK:

@@ -177,7 +177,7 @@ class RadixTree:
             _, run = family.popitem()
             most -= 1
             if not run.detached:  # `detach_all` has handled runs in use
-                self._residency.pieces.add(run, RESET)
+                self._residency.pieces.add(run, run.start, RESET)
                 self._ruins.append(run.drop_children())
                 run.drop_links()
 

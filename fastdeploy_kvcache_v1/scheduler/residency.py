@@ -72,7 +72,7 @@ class Residency:
             self._free_if_unused(run)
             return
         if run.open is CacheLevel.DEVICE and not run.num_device_children:
-            self._take_device(run)
+            self._leave_device(run)
         if run.on_device:
             self.num_device_evictable += run.length
             if not run.is_queued and not run.num_device_children:
@@ -141,12 +141,22 @@ class Residency:
         self._events.stored(CacheLevel.DEVICE, run, hashes)
         run.extend(hashes, slots)
 
+    def drop_last(self, run: Run, count: int) -> None:
+        """Forget the last `count` blocks of an unpinned run that is on the device only, has no runs below it and ends
+        its cells.
+        """
+        assert not run.pins and run.host is None and not run.children, "only a leaf on the device alone gets shorter"
+        self.pieces.add(run, run.end - count, EVICTED_DEVICE)
+        self.num_device_evictable -= count
+        self._events.removed(CacheLevel.DEVICE, run, count)
+        self.device_pool.free(run.drop_last(count))
+
     def drop_device(self, run: Run) -> None:
         """Free the device slots of an unpinned run that keeps its host copy."""
         assert run.host is not None and not run.pins, "only unpinned runs with a host copy may leave the device"
         self.num_device_evictable -= run.length
         self._events.removed(CacheLevel.DEVICE, run)
-        self._take_device(run)
+        self._leave_device(run)
 
     def drop_host(self, run: Run) -> None:
         """Free the host slots of a run that stays on the device."""
@@ -160,7 +170,7 @@ class Residency:
         """
         if cause is None:
             cause = EVICTED_DEVICE if run.on_device else EVICTED_HOST
-        self.pieces.add(run, cause)
+        self.pieces.add(run, run.start, cause)
         if run.on_device:
             if not run.pins:
                 self.num_device_evictable -= run.length
@@ -186,7 +196,7 @@ class Residency:
         kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
         for run in kept:
             if not run.detached:
-                self.pieces.add(run, RESET)
+                self.pieces.add(run, run.start, RESET)
             run.detached = True
             run.disown()
             run.older = run.younger = None
@@ -361,17 +371,21 @@ class Residency:
 
     # ---- inside
 
+    def _leave_device(self, run: Run) -> None:
+        """Take a findable run, which keeps its host copy, off the device."""
+        run.leave_queue()
+        self._take_device(run)
+        if run.host is not None and run.host.is_duplicate:
+            self._use_host(run.host)
+        if run.parent is not None:
+            self.unblock(run.parent)
+
     def _take_device(self, run: Run) -> None:
         """Free the device slots of `run` and cancel its open swap-in."""
         if run.open is CacheLevel.DEVICE:
             run.open = None
             del self._open[run]
-        run.leave_queue()
         self.device_pool.free(run.leave_device())
-        if run.host is not None and run.host.is_duplicate and not run.detached:
-            self._use_host(run.host)
-        if run.parent is not None:
-            self.unblock(run.parent)
 
     def _take_host(self, run: Run) -> None:
         assert run.host is not None

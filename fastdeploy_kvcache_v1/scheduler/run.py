@@ -245,6 +245,14 @@ class Run(QueueNode):
         self.cells += _cells(hashes, slots)
         self.end += len(hashes)
 
+    def drop_last(self, count: int) -> list[DeviceSlot]:
+        """Remove its last `count` blocks, which end its cells. Returns their device slots. O(count)."""
+        assert 0 < count < self.length and self.ends_its_cells, "a run keeps its first blocks"
+        self.end -= count
+        slots = self.cells[WIDTH * self.end + DEVICE :: WIDTH]
+        del self.cells[WIDTH * self.end :]
+        return slots
+
     def drop_cells(self) -> None:
         """Remove the blocks of gone runs, from this one upwards, as far as they are the last ones of their cells."""
         run, cells = self, self.cells

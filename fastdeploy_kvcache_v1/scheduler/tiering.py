@@ -72,7 +72,7 @@ class Tiering:
         while (short := count - pool.num_free) > 0:
             victim = self._residency.next_device_victim()
             assert victim is not None, "blocks counted as evictable can be evicted"
-            self._evict_device(self._tree.tail(victim, short))
+            self._evict_device(victim, short)
         return pool.allocate(count)
 
     def swap_in(self, path: Sequence[Run], slots: Sequence[DeviceSlot]) -> None:
@@ -207,21 +207,29 @@ class Tiering:
         first = next(index for index, slot in enumerate(slots) if slot in marked)
         self._tree.tail(run, run.length - first)
 
-    def _evict_device(self, run: Run) -> None:
-        """Evict `run` from the device, after copying it to the host if the policy saves it."""
+    def _evict_device(self, run: Run, most: int) -> None:
+        """Evict the last blocks of `run`, at most `most`, after copying them to the host if the policy saves them."""
+        count = min(most, run.length)
         if run.host is None and self._residency.host_pool.size and self._policy.saves_at_eviction:
-            if self._is_declined(run):
-                self._counters.backup_declined_blocks += run.length
+            if self._is_declined(run, count):
+                self._counters.backup_declined_blocks += count
             else:  # with room for a part only, the upper part is saved, stays on the device and is the next victim
-                self._counters.backup_skipped_blocks += self._back_up([run])
-        self._drop_device(run)
+                self._counters.backup_skipped_blocks += self._back_up([self._tree.tail(run, count)])
+        if count < run.length and run.host is None and not run.children and run.ends_its_cells:
+            self._counters.device_evicted_blocks += count
+            self._counters.device_lost_blocks += count
+            self._residency.drop_last(run, count)  # cheaper than making a run of the blocks that stay
+        else:
+            self._drop_device(self._tree.tail(run, count))
 
-    def _is_declined(self, run: Run) -> bool:
-        """True if `run` never returns, or is worth less than the run that would have to leave the host for it."""
+    def _is_declined(self, run: Run, count: int) -> bool:
+        """True if `run` never returns, or is worth less than the run that would have to leave the host for `count`
+        blocks of it.
+        """
         order = self._residency.host_order
         if not self._policy.weighs or order.never_returns(run):
             return self._policy.weighs
-        if run.length <= self._residency.host_pool.num_free:
+        if count <= self._residency.host_pool.num_free:
             return False
         victim = self._residency.next_host_victim(is_lost=True)
         return victim is not None and order.worth(run) < order.worth(victim)
@@ -247,7 +255,7 @@ class Tiering:
             return
         self._lookahead.look()  # before the walk, because it moves places of that order
         for run in self._residency.next_to_leave():
-            if run.host is None and not self._is_declined(run):
+            if run.host is None and not self._is_declined(run, run.length):
                 self._back_up([self._tree.tail(run, ahead)])
             ahead -= run.length
             if ahead <= 0:

@@ -49,6 +49,15 @@ def test_events_tell_of_blocks_that_are_lost_with_one_above_them() -> None:
     assert ("removed", CacheLevel.DEVICE, block("abcde"), None) in news(scene.cache)
 
 
+def test_events_name_the_last_blocks_of_a_run_when_only_they_leave() -> None:
+    scene = play("run abcd", 4)
+    scene.cache.take_events()
+    scene.run("12")
+    removed = [event.hashes for event in scene.cache.take_events() if event.kind == "removed"]
+    assert removed == [(block("abc"), block("abcd"))]
+    scene.play("count device_evicted_blocks 2; count device_lost_blocks 2")
+
+
 def test_events_are_kept_from_the_first_time_they_are_taken() -> None:
     scene = play("run a; run bc; run d; reset; run ef", 8, max_queued_events=2)
     assert not scene.cache._events._events

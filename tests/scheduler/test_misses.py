@@ -210,7 +210,7 @@ def test_the_table_takes_at_most_24_bytes_for_each_block_of_the_cache(num_blocks
     for _ in range(4):
         for _ in range(num_blocks // 12):
             number += 1
-            pieces.add(Run.of([BlockHash(sha256(b"%d" % number).digest())], [0]), EVICTED_DEVICE)
+            pieces.add(Run.of([BlockHash(sha256(b"%d" % number).digest())], [0]), 0, EVICTED_DEVICE)
             if not number % (num_blocks // 50):
                 most = max(most, getsizeof(pieces))
     assert most <= 24 * num_blocks, most / num_blocks
