@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,7 @@ from server import metrics, send, settled_metrics
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.lab.server.client import Answer, running_server
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
-from fastdeploy_kvcache_v1.storage.messages import (
-    CommitDone,
-    LoadBlocks,
-    LoadDone,
-    QueryDone,
-    StoreBlocks,
-    StoreDone,
-    TouchDone,
-)
+from fastdeploy_kvcache_v1.storage.messages import LoadDone, QueryDone, StoreDone, TouchDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.lab.server.harness import Harness
 from tests.storage.values import namespace
@@ -90,24 +83,24 @@ def _first(answers: dict[tuple[int, int], Answer], length: int) -> list[float]:
 
 
 class InstantLink:
-    """A `Link` to an empty store that takes every block and answers at once."""
+    """A `StoreLink` to an empty store that takes every block and answers at once."""
 
-    num_ranks = 1
+    num_ranks, is_serving = 1, True
 
     def __init__(self) -> None:
-        self.answers: list[QueryDone | LoadDone | StoreDone | CommitDone | TouchDone] = []
+        self.answers: list[QueryDone | LoadDone | StoreDone | TouchDone] = []
 
     def query(self, query_id: str, hashes: object) -> None:
         self.answers.append(QueryDone(query_id, 0))
 
-    def send(self, command: object) -> None:
-        if isinstance(command, StoreBlocks):
-            self.answers.append(StoreDone(command.store_id, 0, len(command.slots)))
-        elif isinstance(command, LoadBlocks):
-            self.answers.append(LoadDone(command.load_id, 0, 0))
+    def use_namespace(self, namespace: object) -> None:
+        pass
 
-    def commit(self, store_id: str, hashes: object) -> None:
-        self.answers.append(CommitDone(store_id))
+    def store(self, store_id: str, hashes: object, slots: Sequence[int]) -> None:
+        self.answers.append(StoreDone(store_id, len(slots)))
+
+    def load(self, load_id: str, hashes: object, slots: object) -> None:
+        self.answers.append(LoadDone(load_id, 0))
 
     def touch(self, touch_id: str, hashes: object) -> None:
         self.answers.append(TouchDone(touch_id, 0))

@@ -16,7 +16,7 @@ from ..errors import StorageError
 from .base import SlotMemory, StorageBackend, StorageFullError, StoreKey
 from .lane import Lane
 from .lane_agent import LaneAgent
-from .messages import LoadBlocks, LoadDone, StoreBlocks, StoreDone
+from .messages import LoadBlocks, LoadDone, RankDone, StoreBlocks, StoreDone
 from .namespace import Namespace, block_key
 from .seal import is_sealed, seal
 
@@ -50,14 +50,14 @@ class StorageAgent(LaneAgent):
             "kv-storage-load",
             open_backend=self._open,
             work=self._load,
-            on_error=lambda command, error: LoadDone(command.load_id, rank, 0, error=error),
+            on_error=lambda command, error: RankDone(rank, LoadDone(command.load_id, 0, error=error)),
             results=self._results,
         )
         self._stores = Lane(
             "kv-storage-store",
             open_backend=self._open,
             work=self._store,
-            on_error=lambda command, error: StoreDone(command.store_id, rank, 0, error=error),
+            on_error=lambda command, error: RankDone(rank, StoreDone(command.store_id, 0, error=error)),
             results=self._results,
             niceness=STORE_NICENESS,
         )
@@ -101,7 +101,7 @@ class StorageAgent(LaneAgent):
             return (self._loads,)
         return (self._stores,) if isinstance(command, StoreBlocks) else (self._loads, self._stores)
 
-    def _load(self, backend: StorageBackend, command: LoadBlocks) -> LoadDone:
+    def _load(self, backend: StorageBackend, command: LoadBlocks) -> RankDone:
         start = time.perf_counter()
         keys, buffers = self._values(command)
         arrived = backend.get(keys, buffers)
@@ -117,9 +117,9 @@ class StorageAgent(LaneAgent):
         self._refilled(command.slots[:num_good])
         seconds = time.perf_counter() - start
         num_bytes = sum(map(len, buffers[:num_good]))
-        return LoadDone(command.load_id, self._rank, num_good, num_good < arrived, num_bytes, seconds)
+        return RankDone(self._rank, LoadDone(command.load_id, num_good, num_good < arrived, num_bytes, seconds))
 
-    def _store(self, backend: StorageBackend, command: StoreBlocks) -> StoreDone:
+    def _store(self, backend: StorageBackend, command: StoreBlocks) -> RankDone:
         start = time.perf_counter()
         keys, buffers = self._values(command)
         for key, buffer in zip(keys, buffers, strict=True):
@@ -132,7 +132,7 @@ class StorageAgent(LaneAgent):
             written, refused = full.num_written, full.num_refused
         seconds = time.perf_counter() - start
         num_bytes = written * len(buffers[0])
-        return StoreDone(command.store_id, self._rank, written, num_bytes, seconds, num_refused=refused)
+        return RankDone(self._rank, StoreDone(command.store_id, written, num_bytes, seconds, num_refused=refused))
 
     def _values(self, command: LoadBlocks | StoreBlocks) -> tuple[list[StoreKey], list[memoryview]]:
         keys = [block_key(block, self._rank) for block in command.hashes]

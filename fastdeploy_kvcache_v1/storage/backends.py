@@ -9,8 +9,10 @@ from functools import partial
 from ..contract.messages import BlockHash
 from ..scheduler.cache_manager import CacheManager
 from .base import StorageBackend
-from .engine.link import Link, StorageLink
+from .engine.agents_link import AgentsLink
+from .engine.link import StorageLink
 from .engine.open_passes import Passes
+from .engine.store_link import CommandLink, StoreLink
 from .engine.tier import StorageTier
 from .namespace import Namespace, commit_key
 from .settings import StorageSettings
@@ -42,20 +44,22 @@ def check_settings(settings: StorageSettings) -> None:
     settings.kind.check(settings, None)
 
 
-def make_link(settings: StorageSettings, commands_addresses: Sequence[str], results_address: str) -> StorageLink:
+def make_link(
+    settings: StorageSettings, commands_addresses: Sequence[str], results_address: str
+) -> StorageLink | AgentsLink:
     """The engine's end of the agents. Raises `zmq.ZMQError`."""
     if settings.uses_device_tier:  # its questions go to rank 0, where there is device memory
         from .attention_store.agent import NUM_LANES
 
         return StorageLink(commands_addresses, results_address, open_backend=None, lanes_per_agent=NUM_LANES)
-    return StorageLink(commands_addresses, results_address, open_backend=partial(open_backend, settings))
+    return AgentsLink(StorageLink(commands_addresses, results_address, open_backend=partial(open_backend, settings)))
 
 
 def make_tier(
     manager: CacheManager,
     settings: StorageSettings,
     namespace: Namespace | None,
-    link: Link,
+    link: StoreLink | CommandLink,
     *,
     passes: Passes | None = None,
 ) -> StorageTier:

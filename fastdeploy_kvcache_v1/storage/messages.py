@@ -1,4 +1,7 @@
-"""What the engine and the storage threads of its workers say to each other. Immutable and picklable."""
+"""What the engine and its store say to each other. Immutable.
+
+A store over host slots answers each command once. With one over device slots, each rank answers, in a `RankDone`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,26 @@ from typing import ClassVar
 
 from ..contract.messages import BlockHash
 from .namespace import Namespace
+from .settings import StorageSettings
 
 __all__ = [
     "CommitDone",
     "Connect",
     "Connected",
+    "Ending",
     "LaneConnected",
     "LoadBlocks",
     "LoadDone",
+    "MappedSlots",
+    "QueryBlocks",
     "QueryDone",
+    "RankDone",
+    "RanksDiffer",
+    "Ready",
+    "Start",
     "StoreBlocks",
     "StoreDone",
+    "TouchBlocks",
     "TouchDone",
     "UseNamespace",
 ]
@@ -51,12 +63,26 @@ class Connected:
 
 
 @dataclass(frozen=True)
+class QueryBlocks:
+    """How many of `hashes`, from the first one on, are stored?"""
+
+    query_id: str
+    hashes: tuple[BlockHash, ...]
+
+    def failed(self, error: str) -> QueryDone:
+        return QueryDone(self.query_id, 0, error=error)
+
+
+@dataclass(frozen=True)
 class LoadBlocks:
     """Fill host `slots` with the blocks of `hashes`."""
 
     load_id: str
     hashes: tuple[BlockHash, ...]
     slots: tuple[int, ...]
+
+    def failed(self, error: str) -> LoadDone:
+        return LoadDone(self.load_id, 0, error=error)
 
 
 @dataclass(frozen=True)
@@ -67,6 +93,20 @@ class StoreBlocks:
     hashes: tuple[BlockHash, ...]
     slots: tuple[int, ...]
 
+    def failed(self, error: str) -> StoreDone:
+        return StoreDone(self.store_id, 0, error=error)
+
+
+@dataclass(frozen=True)
+class TouchBlocks:
+    """These blocks, from the first one of a prompt on, are in use: others should go first."""
+
+    touch_id: str
+    hashes: tuple[BlockHash, ...]
+
+    def failed(self, error: str) -> TouchDone:
+        return TouchDone(self.touch_id, 0, error)
+
 
 @dataclass(frozen=True)
 class LoadDone:
@@ -74,7 +114,6 @@ class LoadDone:
 
     operation: ClassVar[str] = "load"
     load_id: str
-    rank: int
     num_arrived: int
     """Blocks that are there, from the first one on, and are what they should be."""
     is_damaged: bool = False
@@ -91,7 +130,6 @@ class StoreDone:
 
     operation: ClassVar[str] = "store"
     store_id: str
-    rank: int
     num_written: int
     """Blocks that were not stored before."""
     num_bytes: int = 0
@@ -100,6 +138,14 @@ class StoreDone:
     num_refused: int = 0
     """Blocks that the store had no room for. It works, and may have room later."""
     quiet_after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankDone:
+    """The answer of one rank."""
+
+    rank: int
+    answer: LoadDone | StoreDone
 
 
 @dataclass(frozen=True)
@@ -129,3 +175,46 @@ class QueryDone:
     num_stored: int
     seconds: float = 0.0
     error: str | None = None
+
+
+# ---- to and from the store process alone
+
+
+@dataclass(frozen=True)
+class MappedSlots:
+    """Host slots of one rank, in memory that several processes map."""
+
+    file: int
+    """A descriptor of it."""
+    num_slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message to a store process."""
+
+    settings: StorageSettings
+    num_parts: int
+    """Of each block, see `Parts`."""
+    memories: tuple[MappedSlots, ...]
+    """Of all ranks, in order."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A lane has connected to the store, in the namespace that it was told."""
+
+    lane: str
+
+
+@dataclass(frozen=True)
+class RanksDiffer:
+    """Ranks that share a part hold different bytes: each rank must have a part of its own."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The process ends now: it cannot connect to the store, or cannot say when a failed call is over."""
+
+    reason: str

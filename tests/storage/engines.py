@@ -15,13 +15,14 @@ from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, ReadS
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import (
-    CommitDone,
     LoadBlocks,
     LoadDone,
     QueryDone,
+    RankDone,
     StoreBlocks,
     StoreDone,
     TouchDone,
+    UseNamespace,
 )
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.storage.attention_store.memory import space
@@ -44,9 +45,11 @@ class Move(NamedTuple):
 
 
 class RecordingLink:
+    """Of either kind: a `StoreLink`, and a `CommandLink`."""
+
     def __init__(self, num_ranks):
-        self.num_ranks = num_ranks
-        self.sent, self.queries, self.committed, self.commits, self.touched, self.touches = [[] for _ in range(6)]
+        self.num_ranks, self.is_serving = num_ranks, True
+        self.sent, self.queries, self.touched, self.touches = [[] for _ in range(4)]
 
     def send(self, command):
         self.sent.append(command)
@@ -57,9 +60,14 @@ class RecordingLink:
         self.queries.append(query_id)
         self.sent.append([block.decode() for block in hashes])
 
-    def commit(self, store_id, hashes):
-        self.committed.append(hashes[-1].decode())
-        self.commits.append(store_id)
+    def use_namespace(self, namespace):
+        self.sent.append(UseNamespace(namespace))
+
+    def load(self, load_id, hashes, slots):
+        self.sent.append(LoadBlocks(load_id, tuple(hashes), slots))
+
+    def store(self, store_id, hashes, slots):
+        self.sent.append(StoreBlocks(store_id, tuple(hashes), slots))
 
     def touch(self, touch_id, hashes):
         self.touched.append(hashes[-1].decode())
@@ -76,7 +84,6 @@ class Engine:
         self, kind, *, device=256, host=64, backup=0, ranks=2, events=0, block_size=1, policy=None, **settings
     ):
         self.kind, self.ranks, self.block_size, self.now = kind, ranks, block_size, 0.0
-        self.commit_error = None
         on_host = kind == "host"
         make = StorageTier if on_host else AttentionStoreTier
         policy = policy or (WritePolicy.WRITE_THROUGH if on_host else KVCacheConfig.write_policy)
@@ -129,18 +136,19 @@ class Engine:
         ]
 
     def loaded(self, move, *counts, rank=0, **options):
-        """Answers of ranks, from `rank` on; without counts all have all."""
+        """The answer of a store over the host tier, or those of ranks, from `rank` on; without counts all have all."""
+        if self.kind == "host":
+            self.tier.answered(LoadDone(move.id, *(counts or [len(move.slots)]), **options))
+            return
         for number, count in enumerate(counts or [len(move.slots)] * self.ranks, rank):
-            self.tier.answered(LoadDone(move.id, number, count, **options))
+            self.tier.answered(RankDone(number, LoadDone(move.id, count, **options)))
 
     def stored(self, move, *counts, rank=0, **options):
+        if self.kind == "host":
+            self.tier.answered(StoreDone(move.id, *(counts or [len(move.slots)]), **options))
+            return
         for number, count in enumerate(counts or [len(move.slots)] * self.ranks, rank):
-            done = StoreDone(move.id, number, count, **options)
-            if self.kind == "device":
-                done = WriteDone(**{**vars(done), "num_stored": count})
-            self.tier.answered(done)
-        while self.link.commits:
-            self.tier.answered(CommitDone(self.link.commits.pop(), self.commit_error))
+            self.tier.answered(RankDone(number, WriteDone(move.id, count, num_stored=count, **options)))
 
     def touched(self, num_stored, error=None):
         """The store has so many of the blocks that it was told of last."""

@@ -53,10 +53,13 @@ class Machine:
     def ask(self, command):
         """Returns the answers of all ranks, in order of ranks."""
         self.link.send(command)
-        return sorted((self.answer() for _ in self.agents), key=lambda answer: answer.rank)
+        answers = sorted((self.answers.get(timeout=LIMIT_S) for _ in self.agents), key=lambda done: done.rank)
+        assert [done.rank for done in answers] == list(range(len(self.agents)))
+        return [getattr(done, "answer", done) for done in answers]
 
     def answer(self):
-        return self.answers.get(timeout=LIMIT_S)
+        answer = self.answers.get(timeout=LIMIT_S)
+        return getattr(answer, "answer", answer)
 
     def store(self, *blocks):
         return self.ask(self.storing(*blocks))

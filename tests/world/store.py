@@ -18,10 +18,9 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStor
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
 from fastdeploy_kvcache_v1.storage.messages import (
-    CommitDone,
-    LoadBlocks,
     LoadDone,
     QueryDone,
+    RankDone,
     StoreDone,
     TouchDone,
     UseNamespace,
@@ -89,9 +88,9 @@ class RankMemory(RankStorage):
 
 
 class Store:
-    """A `Link`, and the store at its other end. `memories` has one entry per rank."""
+    """A `StoreLink`, and the store at its other end. `memories` has one entry per rank."""
 
-    is_ready = True
+    is_ready = is_serving = True
     tier: Any = None
     """The engine's tier: idle when no slot is lent to the store."""
     on_device = False
@@ -101,7 +100,7 @@ class Store:
         self._world, self._memories, self.num_ranks = world, memories, len(memories)
         self.namespace = ""
         self.values: dict[Hashable, Value] = {}
-        kinds = ("query", "load", "store", "state", "commit", "touch")
+        kinds = ("query", "load", "store", "state", "touch")
         self.calls: dict[str, deque[Call]] = {kind: deque() for kind in kinds}
         """Open calls by kind."""
         self.index: set[Hashable] = set()
@@ -116,10 +115,6 @@ class Store:
     def listen(self, listener: Callable[[Any], None]) -> None:
         self._listener = listener
 
-    def commit(self, store_id: str, hashes: Sequence[Hashable]) -> None:
-        """Mark nothing: here all ranks store a block at once."""
-        self._begin(Call("commit", store_id, self._named(hashes)))
-
     def touch(self, touch_id: str, hashes: Sequence[Hashable]) -> None:
         self._begin(Call("touch", touch_id, self._named(hashes)))
 
@@ -129,15 +124,14 @@ class Store:
     def query(self, query_id: str, hashes: Sequence[Hashable]) -> None:
         self._begin(Call("query", query_id, self._named(hashes)))
 
-    def send(self, command: Any) -> None:
-        if isinstance(command, UseNamespace):
-            self.namespace = command.namespace.digest
-        else:
-            self._begin(self._call(command))
+    def use_namespace(self, namespace: Any) -> None:
+        self.namespace = namespace.digest
 
-    def _call(self, command: Any) -> Call:
-        kind, name = ("load", "load_id") if isinstance(command, LoadBlocks) else ("store", "store_id")
-        return Call(kind, getattr(command, name), self._named(command.hashes), slots=command.slots)
+    def load(self, load_id: str, hashes: Sequence[Hashable], slots: Sequence[int]) -> None:
+        self._begin(Call("load", load_id, self._named(hashes), slots=slots))
+
+    def store(self, store_id: str, hashes: Sequence[Hashable], slots: Sequence[int]) -> None:
+        self._begin(Call("store", store_id, self._named(hashes), slots=slots))
 
     def _named(self, blocks: Iterable[Hashable]) -> Sequence[Hashable]:
         return [(self.namespace, each) for each in blocks]
@@ -226,7 +220,7 @@ class Store:
         if fails and self.on_device and cut < 0.7:
             self._late.append((self._world.clock() + LATE_S, call.slots, None))
             quiet_after, count = LATE_S, 0
-        return [LoadDone(call.name, rank, count, wrong, 0, 0.01, error, quiet_after) for rank in range(self.num_ranks)]
+        return self._of_ranks(LoadDone(call.name, count, wrong, 0, 0.01, error, quiet_after))
 
     def _store(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
         fails, values = fails or wrong, [self._read(slot) for slot in call.slots]
@@ -235,22 +229,29 @@ class Store:
         for name, slot, value in () if fails else zip(call.path[call.first :], call.slots, values, strict=True):
             if not _equal(self.values.setdefault(name, value), value):
                 raise WrongError(f"slot {slot} is stored under the name of another block")
-        return [self._stored_on(rank, call, fails) for rank in range(self.num_ranks)]
-
-    def _commit(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
-        return [CommitDone(call.name, "no route to host" if fails else None)]
+        return self._of_ranks(self._store_done(call, fails))
 
     def _touch(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
         return [TouchDone(call.name, len(self._stored(call.path)), "no route to host" if fails else None)]
 
-    def _stored_on(self, rank: int, call: Call, fails: bool) -> Any:
-        return StoreDone(call.name, rank, len(call.slots), error="disk full" if fails else None)
+    def _of_ranks(self, answer: Any) -> list[Any]:
+        """The store answers once."""
+        return [answer]
+
+    def _store_done(self, call: Call, fails: bool) -> Any:
+        return StoreDone(call.name, len(call.slots), error="disk full" if fails else None)
 
 
 class TokenStore(Store):
     """A store that names blocks by token ids and uses device slots. It notices a slot that it gets too early."""
 
     on_device = True
+
+    def send(self, command: Any) -> None:
+        if isinstance(command, UseNamespace):
+            self.use_namespace(command.namespace)
+        else:
+            self._begin(self._call(command))
 
     def _call(self, command: Any) -> Call:
         tokens, size = command.token_ids, self._world.host.block_size
@@ -263,17 +264,21 @@ class TokenStore(Store):
         kind = "store" if exists is None else "state"
         return Call(kind, command.task_id, path, first, command.gpu_block_ids, exists)
 
-    def _stored_on(self, rank: int, call: Call, fails: bool) -> Any:
+    def _of_ranks(self, answer: Any) -> list[Any]:
+        """Each rank answers."""
+        return [RankDone(rank, answer) for rank in range(self.num_ranks)]
+
+    def _store_done(self, call: Call, fails: bool) -> Any:
         if fails:
-            return WriteDone(call.name, rank, 0, error="disk full", quiet_after_s=LATE_S)
-        return WriteDone(call.name, rank, len(call.slots), num_stored=len(call.slots))
+            return WriteDone(call.name, 0, error="disk full", quiet_after_s=LATE_S)
+        return WriteDone(call.name, len(call.slots), num_stored=len(call.slots))
 
     def _state(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
         if fails:
-            return [FlushDone(call.name, 0, 0, error="no route to host")]
+            return [FlushDone(call.name, 0, error="no route to host")]
         about = {path for _, path in call.path[call.first :]}
         self.index = self.index | about if call.exists else self.index - about
-        return [FlushDone(call.name, 0, 0)]
+        return [FlushDone(call.name, 0)]
 
 
 class Index(TokenStore):

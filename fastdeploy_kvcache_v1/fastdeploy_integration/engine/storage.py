@@ -18,7 +18,9 @@ from typing import Any
 
 from ...contract.messages import SwapStep, WorkerReport
 from ...errors import KVCacheError, StorageError
-from ...storage.engine.link import Answer, StorageLink
+from ...storage.engine.agents_link import AgentsLink
+from ...storage.engine.link import StorageLink
+from ...storage.engine.store_link import Answer
 from ...storage.engine.tier import StorageTier
 from ...storage.messages import Connect, Connected
 from ...storage.namespace import Namespace
@@ -52,7 +54,7 @@ class EngineStorage:
     def __init__(
         self,
         tier: StorageTier,
-        link: StorageLink,
+        link: StorageLink | AgentsLink,
         *,
         lock: threading.RLock,
         find_namespace: Callable[[], Namespace],

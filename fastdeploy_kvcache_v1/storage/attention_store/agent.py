@@ -16,10 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import KVCacheError, StorageError
-from ..agent import STORE_NICENESS
 from ..lane import Lane
 from ..lane_agent import STOP_TIMEOUT_S, LaneAgent
-from ..messages import Connect, Connected, LoadDone, QueryDone, UseNamespace
+from ..messages import Connect, Connected, LoadDone, QueryDone, RankDone, UseNamespace
 from ..namespace import Namespace
 from .connections import Lease, SharedConnections
 from .sdk import DeviceCaches, SdkConnection, SdkIdentity, load_sdk
@@ -30,6 +29,9 @@ __all__ = ["NUM_LANES", "AttentionStoreAgent"]
 logger = logging.getLogger(__name__)
 
 NUM_LANES = 3
+
+STORE_NICENESS = 10
+"""Of the thread that stores: it gives way to whatever serves requests."""
 
 QUIET_MARGIN_S = 1.0
 """Added to the time that the SDK was given for a call: clocks, and the last bytes on their way."""
@@ -70,11 +72,13 @@ class AttentionStoreAgent(LaneAgent):
         self._shared = SharedConnections(self._connected)
         self._first: Lease | None = None
         """Keeps the connection that `connect` made until the lanes have theirs."""
-        self._reads = self._lane("load", self._read, lambda task, error: LoadDone(task.task_id, rank, 0, error=error))
+        self._reads = self._lane(
+            "load", self._read, lambda task, error: RankDone(rank, LoadDone(task.task_id, 0, error=error))
+        )
         self._writes = self._lane(
             "store",
             self._write,
-            lambda task, error: WriteDone(task.task_id, rank, 0, error=error),
+            lambda task, error: RankDone(rank, WriteDone(task.task_id, 0, error=error)),
             niceness=STORE_NICENESS,
         )
         self._index = self._lane("query", self._answer, self._not_answered)
@@ -150,19 +154,20 @@ class AttentionStoreAgent(LaneAgent):
 
     # ---- the lanes' work
 
-    def _read(self, lease: Lease, task: ReadStorageTask) -> LoadDone:
+    def _read(self, lease: Lease, task: ReadStorageTask) -> RankDone:
         caches = self._caches_of(task)
         start = time.monotonic()
         try:
             num_read = lease.sdk.read(task, caches)
         except Exception as error:  # the edge to a foreign library
             quiet_after_s = self._quiet_after_s(start, task.timeout)
-            return LoadDone(task.task_id, self._rank, 0, error=_text(error), quiet_after_s=quiet_after_s)
+            return RankDone(self._rank, LoadDone(task.task_id, 0, error=_text(error), quiet_after_s=quiet_after_s))
         seconds = time.monotonic() - start
         caches.refilled(task.gpu_block_ids[:num_read])
-        return LoadDone(task.task_id, self._rank, num_read, num_bytes=num_read * lease.sdk.block_bytes, seconds=seconds)
+        num_bytes = num_read * lease.sdk.block_bytes
+        return RankDone(self._rank, LoadDone(task.task_id, num_read, num_bytes=num_bytes, seconds=seconds))
 
-    def _write(self, lease: Lease, task: WriteStorageTask) -> WriteDone:
+    def _write(self, lease: Lease, task: WriteStorageTask) -> RankDone:
         caches = self._caches_of(task)
         start, first = time.monotonic(), task.start_write_block_idx
         num_stored = lease.sdk.match(task.token_ids) - first
@@ -174,15 +179,15 @@ class AttentionStoreAgent(LaneAgent):
                 num_written = lease.sdk.write(task.token_ids, first + num_stored, blocks, task.timeout, caches)
             except Exception as error:  # the edge to a foreign library
                 quiet_after_s = self._quiet_after_s(began, task.timeout)
-                return WriteDone(task.task_id, self._rank, 0, error=_text(error), quiet_after_s=quiet_after_s)
-        return WriteDone(
+                return RankDone(self._rank, WriteDone(task.task_id, 0, error=_text(error), quiet_after_s=quiet_after_s))
+        done = WriteDone(
             task.task_id,
-            self._rank,
             num_written,
             num_bytes=num_written * lease.sdk.block_bytes,
             seconds=time.monotonic() - start,
             num_stored=min(max(0, num_stored) + num_written, len(task.gpu_block_ids)),
         )
+        return RankDone(self._rank, done)
 
     def _answer(self, lease: Lease, task: Connect | MatchTask | WriteStorageTask) -> Connected | QueryDone | FlushDone:
         start = time.monotonic()
@@ -192,7 +197,7 @@ class AttentionStoreAgent(LaneAgent):
             num_stored = max(0, lease.sdk.match(task.token_ids, task.timeout) - task.first_block_idx)
             return QueryDone(task.task_id, num_stored, time.monotonic() - start)
         lease.sdk.flush(task)
-        return FlushDone(task.task_id, self._rank, 0, seconds=time.monotonic() - start)
+        return FlushDone(task.task_id, 0, seconds=time.monotonic() - start)
 
     def _not_answered(
         self, task: Connect | MatchTask | WriteStorageTask, error: str
@@ -201,7 +206,7 @@ class AttentionStoreAgent(LaneAgent):
             return Connected(self._rank, error=error)
         if isinstance(task, MatchTask):
             return QueryDone(task.task_id, 0, error=error)
-        return FlushDone(task.task_id, self._rank, 0, error=error)
+        return FlushDone(task.task_id, 0, error=error)
 
     def _caches_of(self, task: ReadStorageTask | WriteStorageTask) -> DeviceCaches:
         memory = self._memory

@@ -11,7 +11,7 @@ from ...errors import ConfigError
 from ...scheduler.cache_manager import CacheManager
 from ..engine.breaker import Breaker
 from ..engine.counters import StorageCounters
-from ..engine.link import Link
+from ..engine.store_link import CommandLink
 from ..engine.store_side import StoreSide
 from ..engine.target import Prefix
 from ..messages import StoreDone
@@ -31,7 +31,7 @@ class Flushes(StoreSide):
     """
 
     def __init__(
-        self, manager: CacheManager, link: Link, counters: StorageCounters, clock: Callable[[], float]
+        self, manager: CacheManager, link: CommandLink, counters: StorageCounters, clock: Callable[[], float]
     ) -> None:
         """Takes the events of `manager` from here on; nothing else may. Raises `ConfigError` if it keeps none."""
         if not manager.config.max_queued_events:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel, CopyResult
 from ...scheduler.cache_manager import CacheManager
-from ..engine.breaker import Breaker, of_rank
+from ..engine.breaker import Breaker
 from ..engine.counters import StorageCounters
-from ..engine.link import Link
+from ..engine.store_link import CommandLink
 from ..engine.store_side import StoreSide
 from ..engine.target import Prefix
 from ..messages import StoreDone
@@ -44,14 +44,9 @@ class _Write:
     after_step: int
     """Sent once every copy and pass up to this step has ended: then the bytes are there."""
     begun_at: float
-    num_ranks_left: int
-    num_stored: int
-    """On all ranks that have answered."""
     is_sent: bool = False
-    error: str | None = None
-    """Of the first rank that failed."""
-    quiet_at: float = 0.0
-    """Nothing is read any more from then on, as far as the ranks have answered."""
+    quiet_at: float | None = None
+    """Nothing is read any more from then on. None: it has not been answered."""
 
     @property
     def end(self) -> int:
@@ -70,7 +65,7 @@ class DeviceStores(StoreSide):
     def __init__(
         self,
         manager: CacheManager,
-        link: Link,
+        link: CommandLink,
         counters: StorageCounters,
         clock: Callable[[], float],
         *,
@@ -140,7 +135,7 @@ class DeviceStores(StoreSide):
                 self._waiting.appendleft(write.prefix)
             elif not write.is_sent:
                 self._send_if_quiet(write)
-            elif not write.num_ranks_left and write.quiet_at <= now:
+            elif write.quiet_at is not None and write.quiet_at <= now:
                 self._end(write)
         if self._waits_for_batch(self._last_told()):
             return
@@ -159,20 +154,13 @@ class DeviceStores(StoreSide):
 
     def store_done(self, answer: StoreDone) -> None:
         assert isinstance(answer, WriteDone)
-        now = self._clock()
         self._counters.store.add(answer, answer.num_written)
         write = self._under_way[answer.store_id]
-        write.num_stored = min(write.num_stored, answer.num_stored)
-        write.error = write.error or of_rank(answer)
-        if answer.quiet_after_s:
-            write.quiet_at = max(write.quiet_at, now + answer.quiet_after_s)
-        write.num_ranks_left -= 1
-        if write.num_ranks_left:
-            return
-        self._breaker.answered(write.error)
-        if write.quiet_at <= now:
+        write.quiet_at = self._clock() + answer.quiet_after_s
+        self._breaker.answered(answer.error)
+        if not answer.quiet_after_s:
             self._end(write)
-        self._take_over(write)
+        self._take_over(write, answer)
 
     @property
     def is_left_alone(self) -> bool:
@@ -184,8 +172,8 @@ class DeviceStores(StoreSide):
 
     def seconds_to_next_deadline(self) -> float | None:
         now = self._clock()
-        ending = (write.quiet_at for write in self._under_way.values() if write.is_sent and not write.num_ranks_left)
-        return min((quiet_at - now for quiet_at in ending), default=None)
+        ending = [write.quiet_at - now for write in self._under_way.values() if write.quiet_at is not None]
+        return min(ending, default=None)
 
     def held_since(self) -> float | None:
         return next((write.begun_at for write in self._under_way.values()), None)
@@ -207,8 +195,6 @@ class DeviceStores(StoreSide):
             source.slots,
             after_step=self._last_told(),
             begun_at=self._clock(),
-            num_ranks_left=self._link.num_ranks,
-            num_stored=len(source.slots),
         )
         self._send_if_quiet(write)
 
@@ -234,16 +220,15 @@ class DeviceStores(StoreSide):
         del self._under_way[write.store_id]
         self._manager.end_store(write.store_id)
 
-    def _take_over(self, write: _Write) -> None:
-        """All ranks have answered."""
-        if write.error is not None:
+    def _take_over(self, write: _Write, answer: WriteDone) -> None:
+        if answer.error is not None:
             self._give_up(write.prefix)
             return
-        if write.num_stored == 0:  # the blocks before have left the store
+        if answer.num_stored == 0:  # the blocks before have left the store
             for block in write.prefix.hashes[: write.first]:
                 self._known.pop(block, None)
-        self._know(write.prefix.hashes[write.first : write.first + write.num_stored])
-        if write.num_stored < len(write.slots):
+        self._know(write.prefix.hashes[write.first : write.first + answer.num_stored])
+        if answer.num_stored < len(write.slots):
             self._give_up(write.prefix)
         elif write.end < len(write.prefix.hashes):
             self._waiting.appendleft(write.prefix)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel
 from ...scheduler.cache_manager import CacheManager
 from ..engine.counters import StorageCounters
-from ..engine.link import Link
+from ..engine.store_link import CommandLink
 from ..engine.target import Prefix, Target
 from .tasks import MatchTask, ReadStorageTask
 
@@ -22,7 +22,7 @@ class DeviceTarget(Target):
     def __init__(
         self,
         manager: CacheManager,
-        link: Link,
+        link: CommandLink,
         counters: StorageCounters,
         are_slots_quiet: Callable[[int, float], bool],
         spare: Callable[[], int],

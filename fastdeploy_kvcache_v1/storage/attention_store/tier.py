@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from ...contract.messages import BlockHashes
+from ..engine.store_link import Answer
 from ..engine.store_side import StoreSide
 from ..engine.target import Target
 from ..engine.tier import StorageTier
+from ..messages import RankDone, UseNamespace
+from ..namespace import Namespace
 from .flushes import Flushes
+from .merging import Merging
 from .stores import DeviceStores
 from .target import DeviceTarget
 
@@ -25,6 +30,19 @@ class AttentionStoreTier(StorageTier):
     needs_token_ids = True
     _num_wanted = 0
     """Device slots that a request waits for: loads take none of them."""
+
+    @cached_property
+    def _merging(self) -> Merging:
+        return Merging(self._link.num_ranks, self._clock)
+
+    def answered(self, answer: Answer) -> None:
+        """Ranks answer loads and stores: once all have, the tier does."""
+        merged = self._merging.add(answer) if isinstance(answer, RankDone) else answer
+        if merged is not None:
+            super().answered(merged)
+
+    def _tell_namespace(self, namespace: Namespace) -> None:
+        self._link.send(UseNamespace(namespace))
 
     def request_arrived(self, request_id: str, sequence: BlockHashes, token_ids: Sequence[int] = ()) -> None:
         if not self._settings.flush_only:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ..messages import LoadDone, StoreDone
-
-__all__ = ["Breaker", "of_rank"]
+__all__ = ["Breaker"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +19,7 @@ LONGEST_PAUSE_S = 60.0
 class Breaker:
     """Closed: all may pass. Open: nothing may, for a while that doubles with every failed try. Then one may try.
 
-    With several ranks a try is over when all have answered, and has failed if one has. Not thread-safe.
+    Only what has a result may be a try. Not thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -36,12 +34,16 @@ class Breaker:
 
     def may_pass(self) -> bool:
         """Once the pause is over this is True for one caller, whose result decides."""
-        if not self.is_open:
-            return True
-        if self._clock() < self._until:
+        if not self.would_pass:
             return False
-        self._until = self._clock() + self._pause_s  # for the others
+        if self.is_open:
+            self._until = self._clock() + self._pause_s  # for the others
         return True
+
+    @property
+    def would_pass(self) -> bool:
+        """As `may_pass`, for what is no try."""
+        return not self.is_open or self._clock() >= self._until
 
     def seconds_left(self) -> float | None:
         """Until one may try; None if all may."""
@@ -69,8 +71,3 @@ class Breaker:
         else:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._until = self._clock() + self._pause_s
-
-
-def of_rank(answer: LoadDone | StoreDone) -> str | None:
-    """The error of `answer`, and whose it is."""
-    return None if answer.error is None else f"rank {answer.rank}: {answer.error}"

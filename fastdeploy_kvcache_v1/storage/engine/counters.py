@@ -12,11 +12,11 @@ __all__ = ["MoveTotals", "StorageCounters"]
 
 @dataclass
 class MoveTotals:
-    """One direction, all ranks."""
+    """One direction."""
 
-    blocks: int = counter("Blocks that went between a tier and the store, of every rank")
+    blocks: int = counter("Blocks that went between a tier and the store")
     bytes: int = counter("Bytes that went between a tier and the store")
-    seconds: float = counter("Time that threads of workers spent with the store")
+    seconds: float = counter("Time that loads or stores took")
     failures: int = counter("Requests to the store that failed")
 
     def add(self, answer: LoadDone | StoreDone, num_blocks: int) -> None:
@@ -43,7 +43,7 @@ class StorageCounters:
         "Blocks evicted before they were stored, or not stored because the store was failing"
     )
     """Also those for which too many waited."""
-    refused_store_blocks: int = counter("Blocks for which the store had no room, per rank")
+    refused_store_blocks: int = counter("Blocks for which the store had no room")
     unaddressable_blocks: int = counter(
         "Blocks not stored: the store names blocks by token ids, and their KV depends on more"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...contract.messages import BlockHash
 from ...contract.misses import MissReason
@@ -60,16 +60,11 @@ class Piece:
     fetch: Fetch
     begun_at: float
     sent_at: float | None = None
-    arrived: dict[int, int] = field(default_factory=dict)
-    """Blocks by rank, as they answer."""
-    is_damaged: bool = False
-    """A rank found a checksum mismatch."""
-    error: str | None = None
-    """Of the first rank that failed."""
-    seconds: float = 0.0
-    """Of the slowest rank that has answered."""
+    num_arrived: int = 0
     quiet_at: float = 0.0
-    """No byte arrives any more from then on, as far as the ranks have answered."""
+    """No byte arrives any more from then on."""
+    is_wanted: bool = True
+    """Not once the cache was reset."""
 
     @property
     def end(self) -> int:

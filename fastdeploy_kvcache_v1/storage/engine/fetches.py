@@ -13,11 +13,10 @@ from ...contract.misses import MissReason, StoredPrefix
 from ...scheduler.cache_manager import CacheManager
 from ..messages import LoadDone, QueryDone, TouchDone
 from ..settings import Prefetch, StorageSettings
-from .breaker import Breaker, of_rank
+from .breaker import Breaker
 from .counters import StorageCounters
 from .fetch import Fetch, Piece
 from .known_blocks import KnownBlocks
-from .link import Link
 from .store_costs import PIECE_BLOCKS, StoreCosts
 from .target import Target
 
@@ -63,7 +62,6 @@ class Fetches:
         self,
         manager: CacheManager,
         settings: StorageSettings,
-        link: Link,
         target: Target,
         counters: StorageCounters,
         clock: Callable[[], float],
@@ -71,7 +69,6 @@ class Fetches:
     ) -> None:
         self._manager = manager
         self._settings = settings
-        self._link = link
         self._target = target
         self._query_breaker, self._load_breaker = Breaker(clock), Breaker(clock)
         self._counters = counters
@@ -145,7 +142,7 @@ class Fetches:
             return
         if self._target.count_present(hashes) < cached:
             return  # what follows could not be cached
-        if not self._query_breaker.may_pass() or not self._load_breaker.may_pass():
+        if not self._target.is_serving or not self._load_breaker.would_pass or not self._query_breaker.may_pass():
             return
         fetch = Fetch(request_id, prefix, cached, now, sequence.num_tokens, next=cached, holds_up=waiting.holds_up)
         self._weigh(fetch, cached, len(hashes))
@@ -245,26 +242,19 @@ class Fetches:
             self._tell(fetch)
 
     def load_done(self, answer: LoadDone) -> None:
+        now, piece = self._clock(), self._pieces[answer.load_id]
+        piece.num_arrived, piece.quiet_at = answer.num_arrived, now + answer.quiet_after_s
+        self._loading.difference_update(piece.hashes)
         self._counters.load.add(answer, answer.num_arrived)
         self._counters.damaged_blocks += answer.is_damaged
-        piece = self._pieces[answer.load_id]
-        piece.arrived[answer.rank] = answer.num_arrived
-        piece.error = piece.error or of_rank(answer)
-        piece.is_damaged = piece.is_damaged or answer.is_damaged
-        piece.seconds = max(piece.seconds, answer.seconds)
-        now = self._clock()
-        if answer.quiet_after_s:
-            piece.quiet_at = max(piece.quiet_at, now + answer.quiet_after_s)
-        if len(piece.arrived) < self._link.num_ranks:
-            return
-        self._load_breaker.answered(piece.error)
-        self._loading.difference_update(piece.hashes)
-        self._loaded_at, self._is_silent = now, False
-        if min(piece.arrived.values()) == len(piece.slots):
-            self.costs.loaded(len(piece.slots), piece.seconds)
+        if piece.is_wanted:
+            self._load_breaker.answered(answer.error)
+            self._loaded_at, self._is_silent = now, False
+            if answer.num_arrived == len(piece.slots):
+                self.costs.loaded(len(piece.slots), answer.seconds)
         fetch = piece.fetch
         fetch.num_under_way -= 1
-        if piece.is_damaged:
+        if answer.is_damaged:
             fetch.reason = MissReason.STORE_DAMAGED
             self._tell(fetch)
         if piece.quiet_at > now:
@@ -283,8 +273,10 @@ class Fetches:
 
     def _complete(self, piece: Piece) -> None:
         del self._pieces[piece.load_id]
-        num_arrived = min(piece.arrived.values())
+        num_arrived = piece.num_arrived
         num_cached = self._manager.complete_load(piece.load_id, num_arrived)
+        if not piece.is_wanted:
+            return
         self._known.add(piece.hashes[:num_arrived])
         self.unused.add(piece.hashes[num_arrived - num_cached : num_arrived])
         fetch = piece.fetch
@@ -309,10 +301,14 @@ class Fetches:
         self._begin_pieces()
 
     def forget(self) -> None:
-        """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
+        """The cache was reset: nothing of what is under way is wanted. Its slots go back when it is answered."""
         self._fetches.clear()
+        for piece in self._pieces.values():
+            piece.is_wanted = False
         for waiting in self._waiting.values():
             waiting.num_cached = sys.maxsize  # all is missing now, whatever was asked for
+        while self._held:
+            self._take_back(self._held.popleft())
         self._touches.clear()
         self.unused.forget()
 
@@ -324,7 +320,7 @@ class Fetches:
     @property
     def is_left_alone(self) -> bool:
         """The store is not asked for a while."""
-        return self._query_breaker.is_open or self._load_breaker.is_open
+        return not self._target.is_serving or self._query_breaker.is_open or self._load_breaker.is_open
 
     @property
     def is_idle(self) -> bool:
@@ -353,13 +349,17 @@ class Fetches:
         """Requests are short of slots, and without them there is no batch: those that wait for it are not lent then."""
         for piece in [each for each in self._held if self._target.waits_for_batch(each.after_step)]:
             self._held.remove(piece)
-            self._loading.difference_update(piece.hashes)
-            del self._pieces[piece.load_id]
-            self._manager.complete_load(piece.load_id, 0)
+            self._take_back(piece)
             fetch = piece.fetch
-            fetch.num_under_way -= 1
             fetch.num_lent -= len(piece.slots)
             fetch.next = fetch.end = min(fetch.next, piece.begin)
+
+    def _take_back(self, piece: Piece) -> None:
+        """Of a piece that was not sent."""
+        self._loading.difference_update(piece.hashes)
+        del self._pieces[piece.load_id]
+        self._manager.complete_load(piece.load_id, 0)
+        piece.fetch.num_under_way -= 1
 
     def _begin_pieces(self) -> None:
         """Of a later request only if all that earlier ones lack has room beside it: it might push them out."""
@@ -384,6 +384,12 @@ class Fetches:
             fetch.next = max(fetch.next, min(fetch.end, self._target.count_present(hashes)))
         if most <= 0 or fetch.next >= fetch.end or hashes[fetch.next] in self._loading:
             return 0
+        if self._load_breaker.is_open:
+            if self._pieces:
+                return 0  # their results decide
+            if not self._load_breaker.may_pass():
+                fetch.end = fetch.next
+                return 0
         load_id = f"load-{next(self._numbers)}"
         most = min(most, fetch.end - fetch.next)
         lent = self._manager.begin_load(load_id, hashes, fetch.next, level=self._target.level, most=most)
@@ -421,17 +427,15 @@ class Fetches:
     def _note_silence(self, now: float) -> None:
         """No answer is a failure, too, whoever waits for it."""
         asked = next((fetch.asked_at for fetch in self._queries.values()), None)
-        sent = next((piece for piece in self._pieces.values() if piece.sent_at is not None), None)
-        ranks = range(self._link.num_ranks)
-        silent = [f"rank {rank}" for rank in ranks if sent is not None and rank not in sent.arrived]
-        for breaker, since, heard_at, who in (
-            (self._query_breaker, asked, self._answered_at, ["the store"]),
-            (self._load_breaker, None if sent is None else sent.sent_at, self._loaded_at, silent),
+        sent = next((piece.sent_at for piece in self._pieces.values() if piece.sent_at is not None), None)
+        for breaker, since, heard_at in (
+            (self._query_breaker, asked, self._answered_at),
+            (self._load_breaker, sent, self._loaded_at),
         ):
             silence_s = 0.0 if since is None else now - max(since, heard_at)
             if silence_s >= SILENCE_S and now - self._blamed_at >= SILENCE_S:
                 self._blamed_at = now
-                breaker.failed(f"no answer from {' and '.join(who)} for {silence_s:.1f} s")
+                breaker.failed(f"no answer from the store for {silence_s:.1f} s")
                 self._is_silent = breaker.is_open
 
     def _touch(self, hashes: Sequence[BlockHash], now: float) -> None:

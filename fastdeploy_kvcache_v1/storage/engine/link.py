@@ -9,50 +9,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import zmq
 
 from ...contract.messages import BlockHash
 from ..base import StorageBackend, StoreKey
 from ..lane import Lane
-from ..messages import CommitDone, Connected, LaneConnected, LoadDone, QueryDone, StoreDone, TouchDone, UseNamespace
+from ..messages import CommitDone, LaneConnected, QueryDone, TouchDone, UseNamespace
 from ..namespace import Namespace, block_key, commit_key
 from ..seal import TRAILER_BYTES, seal
 
-__all__ = ["Link", "StorageLink"]
+__all__ = ["StorageLink"]
 
 logger = logging.getLogger(__name__)
 
 POLL_MS = 100
 STOP_TIMEOUT_S = 2.0
 LANES_PER_AGENT = 2
-
-Answer = LoadDone | StoreDone | CommitDone | QueryDone | TouchDone | Connected
-"""A store may answer with a subclass that says more."""
-
-
-class Link(Protocol):
-    """What the storage tier needs to reach the store. Nothing here blocks; answers come later, on another thread.
-
-    What is sent to a rank whose process has ended is lost, and never answered.
-    """
-
-    num_ranks: int
-
-    def query(self, query_id: str, hashes: Sequence[BlockHash]) -> None:
-        """Ask how many of `hashes` are stored. Answered by one `QueryDone`."""
-
-    def send(self, command: object) -> None:
-        """To every rank; each answers a load with one `LoadDone`, a store with one `StoreDone`."""
-
-    def commit(self, store_id: str, hashes: Sequence[BlockHash]) -> None:
-        """Several ranks have stored their parts of these blocks: mark them as stored. Answered by one `CommitDone`."""
-
-    def touch(self, touch_id: str, hashes: Sequence[BlockHash]) -> None:
-        """These blocks, from the first one of a prompt on, are in use: others should go first. Answered by one
-        `TouchDone`.
-        """
 
 
 @dataclass(frozen=True)
@@ -83,7 +57,7 @@ class _Touch:
 
 
 class StorageLink:
-    """A `Link` over ZeroMQ sockets, one address for each rank's commands and one for all answers."""
+    """ZeroMQ sockets, one address for each rank's commands and one for all answers."""
 
     def __init__(
         self,
@@ -140,7 +114,7 @@ class StorageLink:
     def _can_send(self, timeout_ms: int) -> bool:
         return all(socket.poll(timeout_ms, zmq.POLLOUT) for socket in self._commands)
 
-    def listen(self, on_answer: Callable[[Answer], None]) -> None:
+    def listen(self, on_answer: Callable[[Any], None]) -> None:
         """Deliver answers, on a thread of the link. Once."""
         self._receiver = threading.Thread(target=self._receive, args=(on_answer,), name="kv-storage", daemon=True)
         self._receiver.start()
@@ -196,7 +170,7 @@ class StorageLink:
             return [block_key(block, 0)]
         return [commit_key(block), *(block_key(block, rank) for rank in range(self.num_ranks))]
 
-    def _receive(self, on_answer: Callable[[Answer], None]) -> None:
+    def _receive(self, on_answer: Callable[[Any], None]) -> None:
         while not self._stop.is_set():
             if self._results.poll(POLL_MS):
                 answer = pickle.loads(self._results.recv())

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ...contract.messages import BlockHash, BlockHashes, CopyResult
-from ..messages import CommitDone, StoreDone
+from ..messages import StoreDone
 
 __all__ = ["StoreSide"]
 
@@ -38,10 +38,7 @@ class StoreSide(ABC):
 
     @abstractmethod
     def store_done(self, answer: StoreDone) -> None:
-        """What a rank answered."""
-
-    def commit_done(self, answer: CommitDone) -> None:  # noqa: B027
-        """A store of several ranks can be found, or not."""
+        """What the store answered."""
 
     @property
     @abstractmethod

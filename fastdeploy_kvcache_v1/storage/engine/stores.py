@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...contract.messages import BlockHash
 from ...scheduler.cache_manager import CacheManager
-from ..messages import CommitDone, StoreBlocks, StoreDone
-from .breaker import Breaker, of_rank
+from ..messages import StoreDone
+from .breaker import Breaker
 from .counters import StorageCounters
 from .known_blocks import KnownBlocks
-from .link import Link
 from .open_copies import OpenCopies
+from .store_link import StoreLink
 from .store_side import StoreSide
 
 __all__ = ["Stores"]
@@ -33,7 +34,7 @@ class Stores(StoreSide):
     def __init__(
         self,
         manager: CacheManager,
-        link: Link,
+        link: StoreLink,
         copies: OpenCopies,
         counters: StorageCounters,
         clock: Callable[[], float],
@@ -47,8 +48,6 @@ class Stores(StoreSide):
         self._known = known
         self._waiting: deque[_Filled | _Prefix] = deque()
         self._under_way: dict[str, _Store] = {}
-        self._committing: dict[str, _Store] = {}
-        """All ranks have stored their parts, and no slot is kept."""
         self._numbers = itertools.count()
 
     def filled(self, step: int, slots: Sequence[int]) -> None:
@@ -70,7 +69,12 @@ class Stores(StoreSide):
 
     def go_on(self) -> None:
         """Begin what can begin now: call it after answers and reports."""
-        while self._waiting and len(self._under_way) < self.pieces_under_way and not self._is_tried:
+        while (
+            self._waiting
+            and self._link.is_serving
+            and len(self._under_way) < self.pieces_under_way
+            and not self._is_tried
+        ):
             piece, store_id = self._waiting.popleft(), f"store-{next(self._numbers)}"
             if isinstance(piece, _Filled):
                 blocks = self._begin_filled(store_id, piece)
@@ -80,8 +84,8 @@ class Stores(StoreSide):
                 continue
             hashes, slots = zip(*blocks, strict=True)
             if self._breaker.may_pass():
-                self._under_way[store_id] = _Store(hashes, self._link.num_ranks)
-                self._link.send(StoreBlocks(store_id, hashes, slots))
+                self._under_way[store_id] = _Store(hashes)
+                self._link.store(store_id, hashes, slots)
             else:
                 self._manager.end_store(store_id)
                 self._counters.skipped_store_blocks += len(blocks)
@@ -121,45 +125,24 @@ class Stores(StoreSide):
     @property
     def _is_tried(self) -> bool:
         """The store was left alone, and what waits will be told whether it works again."""
-        return self._breaker.is_open and bool(self._under_way or self._committing)
+        return self._breaker.is_open and bool(self._under_way)
 
     def _is_under_way(self, block: BlockHash) -> bool:
-        return any(block in store.hashes for store in (*self._under_way.values(), *self._committing.values()))
+        return any(block in store.hashes for store in self._under_way.values())
 
     def cache_reset(self) -> None:
-        """What is under way ends where it began, and the marker would be written where blocks are stored then."""
+        """What is under way ends in the namespace in which it began."""
         for store in self._under_way.values():
             store.is_wanted = False
-        self._committing.clear()
 
     def store_done(self, answer: StoreDone) -> None:
         self._counters.store.add(answer, answer.num_written)
-        store = self._under_way[answer.store_id]
-        store.error = store.error or of_rank(answer)
-        if answer.num_refused:
-            self._counters.refused_store_blocks += answer.num_refused
-            store.is_refused = True
-        store.num_ranks_left -= 1
-        if store.num_ranks_left:
-            return
-        del self._under_way[answer.store_id]
+        self._counters.refused_store_blocks += answer.num_refused
+        store = self._under_way.pop(answer.store_id)
         self._manager.end_store(answer.store_id)
-        if self._link.num_ranks > 1 and store.error is None and store.is_wanted and not store.is_refused:
-            self._committing[answer.store_id] = store
-            self._link.commit(answer.store_id, store.hashes)
-        else:
-            self._ended(store)
-
-    def commit_done(self, answer: CommitDone) -> None:
-        store = self._committing.pop(answer.store_id, None)
-        if store is not None:
-            store.error = answer.error
-            self._ended(store)
-
-    def _ended(self, store: _Store) -> None:
-        self._breaker.answered(store.error)
         if store.is_wanted:
-            self._known.add(store.hashes, are_stored=store.error is None and not store.is_refused)
+            self._breaker.answered(answer.error)
+            self._known.add(store.hashes, are_stored=answer.error is None and not answer.num_refused)
 
     @property
     def is_left_alone(self) -> bool:
@@ -194,15 +177,8 @@ class _Prefix(NamedTuple):
         return len(self.hashes) - self.begin
 
 
+@dataclass(eq=False, slots=True)
 class _Store:
-    __slots__ = ("error", "hashes", "is_refused", "is_wanted", "num_ranks_left")
-
-    def __init__(self, hashes: tuple[BlockHash, ...], num_ranks: int) -> None:
-        self.hashes = hashes
-        self.num_ranks_left = num_ranks
-        self.error: str | None = None
-        """Of the first rank that failed, or of the commit."""
-        self.is_refused = False
-        """A rank had no room for a value."""
-        self.is_wanted = True
-        """Not once the cache was reset."""
+    hashes: tuple[BlockHash, ...]
+    is_wanted: bool = True
+    """Not once the cache was reset."""

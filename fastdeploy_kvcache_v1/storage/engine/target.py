@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel
 from ...scheduler.cache_manager import CacheManager
-from ..messages import LoadBlocks
-from .link import Link
 from .open_copies import OpenCopies
+from .store_link import StoreLink
 
 __all__ = ["HostTarget", "Prefix", "Target"]
 
@@ -30,6 +29,11 @@ class Target(ABC):
     level: CacheLevel
     num_blocks: int
     """Size of the tier."""
+
+    @property
+    def is_serving(self) -> bool:
+        """False: there is no store to ask now."""
+        return True
 
     @abstractmethod
     def prefix(self, sequence: BlockHashes, token_ids: Sequence[int]) -> Prefix:
@@ -57,8 +61,8 @@ class Target(ABC):
 
     @abstractmethod
     def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int], since: float) -> None:
-        """Fill `slots`, lent at the time `since`, with the blocks of `prefix` from `begin` on. Every rank answers with
-        one `LoadDone`.
+        """Fill `slots`, lent at the time `since`, with the blocks of `prefix` from `begin` on. Answered by one
+        `LoadDone`.
         """
 
     def touch(self, touch_id: str, hashes: Sequence[BlockHash]) -> bool:
@@ -71,12 +75,16 @@ class HostTarget(Target):
 
     level = CacheLevel.HOST
 
-    def __init__(self, manager: CacheManager, link: Link, copies: OpenCopies) -> None:
+    def __init__(self, manager: CacheManager, link: StoreLink, copies: OpenCopies) -> None:
         self.num_blocks = manager.config.num_host_blocks
         self._manager = manager
         self._block_size = manager.config.block_size
         self._link = link
         self._copies = copies
+
+    @property
+    def is_serving(self) -> bool:
+        return self._link.is_serving
 
     def prefix(self, sequence: BlockHashes, token_ids: Sequence[int]) -> Prefix:
         return Prefix(sequence.hashes[: max(0, sequence.num_tokens - 1) // self._block_size])
@@ -94,8 +102,7 @@ class HostTarget(Target):
         self._link.query(query_id, prefix.hashes[begin:])
 
     def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int], since: float) -> None:
-        hashes = tuple(prefix.hashes[begin : begin + len(slots)])
-        self._link.send(LoadBlocks(load_id, hashes, tuple(slots)))
+        self._link.load(load_id, prefix.hashes[begin : begin + len(slots)], slots)
 
     def touch(self, touch_id: str, hashes: Sequence[BlockHash]) -> bool:
         self._link.touch(touch_id, hashes)

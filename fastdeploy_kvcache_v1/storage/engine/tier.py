@@ -6,20 +6,21 @@ import time
 import uuid
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel, SwapStep, WorkerReport
 from ...scheduler.cache_manager import CacheManager
 from ...telemetry.metrics import gauge_of, histogram, part, source
-from ..messages import CommitDone, Connected, LoadDone, QueryDone, StoreDone, TouchDone, UseNamespace
+from ..messages import LoadDone, QueryDone, StoreDone, TouchDone
 from ..namespace import Namespace
 from ..settings import StorageSettings
 from .counters import StorageCounters
 from .fetches import Fetches
 from .known_blocks import KnownBlocks
-from .link import Answer, Link
 from .open_copies import OpenCopies
 from .open_passes import OpenPasses, Passes
 from .store_costs import ComputeSeconds
+from .store_link import Answer, CommandLink, StoreLink
 from .store_side import StoreSide
 from .stores import Stores
 from .target import HostTarget, Target
@@ -57,7 +58,7 @@ class StorageTier:
         manager: CacheManager,
         settings: StorageSettings,
         namespace: Namespace | None,
-        link: Link,
+        link: StoreLink | CommandLink,
         *,
         clock: Callable[[], float] = time.monotonic,
         passes: Passes | None = None,
@@ -69,13 +70,14 @@ class StorageTier:
         self.observe_latency = lambda operation, seconds: None
         self._manager = manager
         self._settings = settings
-        self._link = link
+        self._link: Any = link
+        """Of the kind that the subclass needs."""
         self._clock = clock
         self._copies = OpenCopies(link.num_ranks)
         self._passes = OpenPasses() if passes is None else passes
         self.known = KnownBlocks()
         self._target = self._make_target()
-        self._fetches = Fetches(manager, settings, link, self._target, self.counters, clock, self.known)
+        self._fetches = Fetches(manager, settings, self._target, self.counters, clock, self.known)
         self._stores = self._make_stores()
         self._namespace: Namespace | None = None
         """None: what is stored now would get the name of other weights."""
@@ -199,13 +201,12 @@ class StorageTier:
         """What the link delivers, in order."""
         if isinstance(answer, TouchDone):
             self._stores.in_use(self._fetches.touch_done(answer), answer.num_stored)
-        elif isinstance(answer, CommitDone):
-            self._stores.commit_done(answer)
         else:
             self._heard(answer)
         self.go_on()
 
-    def _heard(self, answer: LoadDone | StoreDone | QueryDone | Connected) -> None:
+    def _heard(self, answer: Answer) -> None:
+        assert isinstance(answer, LoadDone | StoreDone | QueryDone)
         if answer.error is None:
             self.observe_latency(answer.operation, answer.seconds)
         if isinstance(answer, LoadDone):
@@ -213,7 +214,6 @@ class StorageTier:
         elif isinstance(answer, StoreDone):
             self._stores.store_done(answer)
         else:
-            assert isinstance(answer, QueryDone)
             self._fetches.query_done(answer)
 
     # ---- administration
@@ -228,7 +228,10 @@ class StorageTier:
         """From here on blocks have other bytes, after a weight update for example. After `cache_reset`."""
         self._namespace = namespace
         self.known.forget()
-        self._link.send(UseNamespace(namespace))
+        self._tell_namespace(namespace)
+
+    def _tell_namespace(self, namespace: Namespace) -> None:
+        self._link.use_namespace(namespace)
 
     def forget_namespace(self) -> None:
         """Nothing is loaded or stored until `use_namespace` names another one. After `cache_reset`."""
@@ -254,7 +257,7 @@ class StorageTier:
         return self._fetches.num_waiting_requests
 
     @property
-    @gauge_of("1 while the store is not used because it failed again and again", "storage_is_left_alone")
+    @gauge_of("1 while the store is not used: it has failed, or has not started", "storage_is_left_alone")
     def is_left_alone(self) -> bool:
         """Any thread may read it."""
         return self._fetches.is_left_alone or self._stores.is_left_alone

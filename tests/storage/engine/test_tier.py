@@ -20,7 +20,7 @@ from fastdeploy_kvcache_v1.storage.engine.fetches import LOOK_EVERY_S, SILENCE_S
 from fastdeploy_kvcache_v1.storage.engine.open_passes import OpenPasses
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
-from fastdeploy_kvcache_v1.storage.messages import CommitDone, QueryDone, StoreDone, TouchDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.messages import QueryDone, TouchDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.settings import Prefetch
 from tests.storage.engines import Engine, Prompt
 
@@ -54,8 +54,8 @@ def test_the_namespace_is_named_first_and_a_new_one_to_all(engine):
 
 
 @pytest.mark.parametrize(("arrived", "cached"), [((3, 3), 3), ((3, 1), 1), ((0, 3), 0)])
-def test_a_loaded_block_is_there_when_it_is_on_all_ranks(engine, arrived, cached):
-    made = engine()
+def test_a_loaded_block_is_there_when_it_is_on_all_ranks(arrived, cached):
+    made = device()
     made.arrive("r", "abc!", 3)
     (load,) = made.loads
     assert (load.path, len(load.slots)) == ("abc", 3)
@@ -112,7 +112,7 @@ def test_two_pieces_load_at_once_and_none_behind_a_missing_block(engine):
     made.arrive("r", LONG, 199)
     first, second = made.loads
     assert (len(first.slots), len(second.slots), second.path) == (32, 32, LONG[:64])
-    made.loaded(first, 31, 31)
+    made.loaded(first, *[31] * (1 if made.kind == "host" else 2))
     assert not made.tier.may_start("r"), "a piece is under way still"
     made.loaded(second)
     assert made.tier.may_start("r")
@@ -248,8 +248,8 @@ def test_a_load_waits_for_copies_that_use_its_slots():
     assert made.tier.counters.skipped_store_blocks == 3
 
 
-def test_a_load_that_failed_keeps_its_slots_until_the_last_rank_is_quiet(engine):
-    made = engine()
+def test_a_load_that_failed_keeps_its_slots_until_the_last_rank_is_quiet():
+    made = device()
     made.arrive("r", "abc!", 3)
     (load,) = made.loads
     made.loaded(load, 0, error="reset", quiet_after_s=30.0)
@@ -398,7 +398,7 @@ def test_a_missed_block_is_blamed_on_what_the_store_did_for_it(stored, expected)
     prompt = text + ("!" if stored == "short" else "new")
     made.arrive("r", prompt, {"damaged": 12, "known": 0, "short": None}.get(stored, stored))
     if stored == "damaged":
-        made.loaded(made.loads[0], 0, 12, is_damaged=True)
+        made.loaded(made.loads[0], 0, is_damaged=True)
     before = dict(vars(made.manager.misses.tokens))
     made.manager.match_prefix("r", Prompt(prompt))
     made.manager.allocate("r", len(prompt))
@@ -461,25 +461,25 @@ def test_blocks_that_are_in_use_are_touched_now_and_then(engine):
 
 
 def test_what_is_counted(engine):
-    made = engine()
+    made = engine(ranks=1)
     made.tier.observe_latency = lambda operation, seconds: told.append((operation, seconds))
     told = []
-    made.arrive("r", "abc!", 3)
-    made.loaded(made.loads[0], 1, is_damaged=True, num_bytes=10, seconds=0.5)
-    made.loaded(made.loads[0], 0, rank=1, error="reset")
+    for number, options in enumerate(({"is_damaged": True, "num_bytes": 10, "seconds": 0.5}, {"error": "reset"})):
+        made.arrive(f"{number}", f"{number}abc!", 3)
+        made.loaded(made.loads[-1], 1 - number, **options)
     counters = made.tier.counters
     assert (counters.load.blocks, counters.load.bytes, counters.load.seconds, counters.load.failures) == (1, 10, 0.5, 1)
-    assert (counters.damaged_blocks, counters.queries, counters.query_failures) == (1, 1, 0)
+    assert (counters.damaged_blocks, counters.queries, counters.query_failures) == (1, 2, 0)
     made.arrive("s", "abc!")
     made.answer(0, error="reset")
-    assert (counters.queries, counters.query_failures, counters.load.failures) == (2, 1, 1)
-    assert told == [("query", 0.0), ("load", 0.5)], "of what did not fail"
+    assert (counters.queries, counters.query_failures, counters.load.failures) == (3, 1, 1)
+    assert told == [("query", 0.0), ("load", 0.5), ("query", 0.0)], "of what did not fail"
 
 
 # ---- stores
 
 
-def test_blocks_are_stored_and_committed_when_all_ranks_are_ready(engine):
+def test_blocks_are_stored_when_all_ranks_have_them(engine):
     made = engine()
     step = made.compute("abc!")
     assert made.stores == []
@@ -489,66 +489,68 @@ def test_blocks_are_stored_and_committed_when_all_ranks_are_ready(engine):
         made.report(step, 1)
     (store,) = made.stores
     assert store.path == "abc"
-    made.stored(store, 3)
     assert not made.tier.is_idle
-    assert made.link.committed == []
-    made.stored(store, 3, rank=1)
-    assert made.link.committed == (["abc"] if made.kind == "host" else [])
-    assert made.tier.counters.store.blocks == 6
+    made.stored(store)
+    assert made.tier.counters.store.blocks == 3
     made.check_idle()
 
 
-def test_stores_under_way_at_a_reset_keep_their_namespace_uncommitted():
-    """Ranks take commands in order: what they were told before a new namespace, they do in the old one."""
-    made = host()
-    made.report(made.compute("abc!"))
-    (store,) = made.stores
+def test_pieces_that_wait_at_a_reset_are_never_loaded():
+    made = host(host=16)
+    step = made.compute("abcdefghijklmnop!")
     made.arrive("r", "xyz!", 3)
-    (load,) = made.loads
+    made.arrive("s", "uvw!", 3)
+    assert made.loads == []
+    made.report(step)
+    (store,) = made.stores
+    assert made.loads
+    waits = made.compute("klmnopq!")
+    made.arrive("t", "12345!", 5)
+    num_loads = len(made.loads)
     made.manager.reset_cache()
     made.tier.cache_reset()
-    made.tier.forget_stored()
-    assert made.link.all(UseNamespace)[-1].namespace.digest != made.namespace.digest
-    before = len(made.link.sent)
+    made.tier.use_namespace(replace(made.namespace, weight_epoch="1"))
+    made.report(waits)
+    assert len(made.loads) == num_loads, "it would be of the new namespace"
+    assert not made.tier.is_idle
+    for each in made.loads:
+        made.loaded(each)
     made.stored(store)
-    made.loaded(load)
-    assert (made.link.committed, made.link.sent[before:], made.cached("xyz!")) == ([], [], 0)
-    made.report(made.compute("abc!"))
-    made.stored(made.stores[-1])
-    assert made.link.committed == ["abc"], "in the new one"
+    assert made.cached("xyz") == 0
+    assert not [block for block in Prompt("xyz").hashes if block in made.tier.known]
     made.check_idle()
 
 
-@pytest.mark.parametrize("first", [{"error": "disk full"}, {"num_refused": 2}])
-def test_blocks_that_one_rank_failed_to_store_are_not_committed(first):
+def test_late_failures_of_before_a_reset_open_no_breaker():
     made = host()
-    for text in ("abc!", "xyz!"):
-        made.report(made.compute(text))
-    one, other = made.stores
-    made.stored(one, 1, **first)
-    made.stored(one, 3, rank=1)
-    assert made.link.committed == []
-    assert made.tier.counters.refused_store_blocks == first.get("num_refused", 0)
-    assert (made.tier.counters.store.failures, made.tier.is_left_alone) == ("error" in first, False)
-    made.stored(other)
-    assert made.link.committed == ["xyz"]
+    moves = [(begin(made, "load", 2 * number), begin(made, "store", 2 * number + 1)) for number in range(2)]
+    loads, stores = zip(*moves, strict=True)
+    made.manager.reset_cache()
+    made.tier.cache_reset()
+    for load, store in zip(loads, stores, strict=True):
+        made.loaded(load, 0, error="the host tier has lost its memory")
+        made.stored(store, 0, error="the host tier has lost its memory")
+    for what in ("load", "store"):
+        for number in (8, 9):
+            move = begin(made, what, number)
+            (made.loaded if what == "load" else made.stored)(move, 0, error="no route")
+    assert not made.tier.is_left_alone
     made.check_idle()
 
 
-@pytest.mark.parametrize("why", ["fails", "is full", "cannot commit", "loses blocks"])
+@pytest.mark.parametrize("why", ["fails", "is full", "loses blocks"])
 def test_hit_blocks_that_are_missing_in_the_store_are_stored_again(why):
     made = host()
     made.report(made.compute("abcd!"))
-    made.commit_error = "no route" if why == "cannot commit" else None
     made.stored(made.stores[0], **{"fails": {"error": "disk full"}, "is full": {"num_refused": 2}}.get(why, {}))
-    made.commit_error = None
+    assert made.tier.counters.refused_store_blocks == 2 * (why == "is full")
     made.arrive("r", "abcd!")
     assert len(made.stores) == 1
     made.touched(2)
     assert [store.path for store in made.stores] == ["abcd", "abcd"]
     assert made.stores[1].slots == made.stores[0].slots[2:], "from the first missing one on"
     made.stored(made.stores[1])
-    assert made.link.committed[-1] == "abcd"
+    assert not made.tier.is_left_alone
     made.now = TOUCH_EVERY_S
     made.arrive("s", "abcd!")
     made.touched(4)
@@ -676,18 +678,16 @@ def test_answers_of_before_a_reset_say_nothing_of_the_new_namespace():
     for text in ("abc!", "xyz!"):
         made.report(made.compute(text))
     made.arrive("r", "abc!")
-    for rank in range(2):
-        made.tier.answered(StoreDone(made.stores[1].id, rank, 3))
     made.manager.reset_cache()
     made.tier.cache_reset()
     made.tier.use_namespace(replace(made.namespace, weight_epoch="1"))
     made.touched(3)
-    made.stored(made.stores[0])
-    assert made.link.committed == ["xyz"]
+    for store in made.stores[:2]:
+        made.stored(store)
     assert not [block for text in ("abc", "xyz") for block in Prompt(text).hashes if block in made.tier.known]
     made.report(made.compute("abc!"))
     made.stored(made.stores[-1])
-    assert made.link.committed == ["xyz", "abc"]
+    assert [block in made.tier.known for block in Prompt("abc").hashes] == [True] * 3
     made.check_idle()
 
 
@@ -701,7 +701,7 @@ def test_two_pieces_are_stored_at_a_time(kind, num_blocks, sizes):
         made.stored(made.stores[number])
         number += 1
     assert sum(len(store.slots) for store in made.stores) == 199
-    assert made.tier.counters.store.blocks == 2 * 199
+    assert made.tier.counters.store.blocks == 199
     made.check_idle()
 
 
@@ -817,8 +817,8 @@ def test_what_a_copy_did_not_bring_is_not_stored(what):
 @pytest.mark.parametrize("others_first", [False, True])
 @pytest.mark.parametrize(("num_ranks", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 @pytest.mark.parametrize("what", ["load", "store"])
-def test_three_moves_in_a_row_that_one_rank_fails_open_the_breaker(engine, caplog, what, num_ranks, rank, others_first):
-    made = engine(ranks=num_ranks)
+def test_three_moves_in_a_row_that_one_rank_fails_open_the_breaker(caplog, what, num_ranks, rank, others_first):
+    made = device(ranks=num_ranks)
     opened = []
     for number, failing in enumerate([rank, rank, None, rank, rank, rank]):
         move = begin(made, what, number)
@@ -848,30 +848,19 @@ def test_move_that_every_rank_fails_is_one_failure_with_counted_blocks(engine, w
     for number in range(3):
         assert not made.tier.is_left_alone
         move = begin(made, what, number)
-        for rank in range(num_ranks):
-            (made.loaded if what == "load" else made.stored)(move, 0, rank=rank, error="no route")
+        counts = [0] * (1 if made.kind == "host" else num_ranks)
+        (made.loaded if what == "load" else made.stored)(move, *counts, error="no route")
     assert made.tier.is_left_alone
+    assert (made.tier.counters.load.failures, made.tier.counters.store.failures) == (
+        (3, 0) if what == "load" else (0, 3)
+    )
     before = made.tier.counters.skipped_store_blocks
     made.report(made.compute("xyz!"))
     assert made.tier.counters.skipped_store_blocks == before + 3 * (what == "store")
     assert len(made.stores) == (3 if what == "store" else 1)
 
 
-def test_three_commits_in_a_row_that_fail_open_the_breaker_of_stores_alone(caplog):
-    made = host()
-    made.commit_error = "no route"
-    for number in range(3):
-        assert not made.tier.is_left_alone
-        made.stored(begin(made, "store", number))
-    assert made.tier.is_left_alone
-    assert caplog.messages == ["the store is not used for 1 s: no route"]
-    assert (made.tier.counters.query_failures, made.tier.counters.store.failures) == (0, 0)
-    made.check_idle()
-    made.arrive("r", "xyz!", 3)
-    assert len(made.loads) == 1, "questions and loads go on"
-
-
-def test_touches_and_commits_are_no_questions_and_close_no_breaker():
+def test_touches_are_no_questions_and_close_no_breaker():
     made = host()
     told = []
     made.tier.observe_latency = lambda operation, seconds: told.append(operation)
@@ -881,10 +870,71 @@ def test_touches_and_commits_are_no_questions_and_close_no_breaker():
         made.arrive(f"{number}", f"{number}bc!")
         made.answer(0, error="no route")
     assert made.tier.is_left_alone
-    for answer in (TouchDone("t", 3), TouchDone("u", 0, "no route"), CommitDone("s")):
+    for answer in (TouchDone("t", 3), TouchDone("u", 0, "no route")):
         made.tier.answered(answer)
     assert made.tier.is_left_alone
     assert (told, made.tier.counters.query_failures) == (["query"], 3)
+
+
+def test_only_a_load_with_a_result_tries_whether_loads_work_again(engine):
+    """Requests without stored blocks prove nothing, and take the try from no other one."""
+    made = engine(ranks=1, host=256)
+    for number in range(3):
+        made.loaded(begin(made, "load", number), 0, error="no route")
+        made.tier.request_left(f"{number}")
+    made.arrive("at once", "nothing!")
+    assert len(made.link.queries) == 3
+    made.now = 1.0
+    for name in "rst":
+        made.arrive(name, f"{name}nothing!", 0)
+        assert made.tier.may_start(name)
+    assert made.tier.is_left_alone
+    made.arrive("u", LONG[:70], 69)
+    made.arrive("v", "vbc!")
+    (load,) = made.loads[3:]
+    assert (load.path, len(load.slots)) == (LONG[:32], 32), "what follows waits for its result"
+    assert made.tier.may_start("v")
+    made.loaded(load)
+    assert not made.tier.is_left_alone
+    assert [each.path for each in made.loads[4:]] == [LONG[:64], LONG[:69]]
+    for each in made.loads[4:]:
+        made.loaded(each)
+    made.check_idle()
+
+
+def test_a_try_that_fails_lets_no_request_wait(engine):
+    made = engine(ranks=1, host=256)
+    for number in range(3):
+        made.loaded(begin(made, "load", number), 0, error="no route")
+        made.tier.request_left(f"{number}")
+    made.now = 1.0
+    made.arrive("u", LONG[:70], 69)
+    made.loaded(made.loads[3], 0, error="no route")
+    assert made.tier.is_left_alone
+    assert len(made.loads) == 4
+    assert made.tier.may_start("u")
+    for made.now, num_queries in ((2.9, 4), (3.0, 5)):
+        made.arrive(f"{made.now}", "wbc!")
+        assert len(made.link.queries) == num_queries, "the pause has doubled"
+    made.check_idle()
+
+
+def test_nothing_is_asked_while_no_store_serves_and_stores_follow():
+    made = host()
+    made.link.is_serving = False
+    made.arrive("r", "abc!")
+    assert made.link.queries == []
+    assert made.tier.may_start("r")
+    assert made.tier.is_left_alone
+    made.report(made.compute("xyz!"))
+    assert made.stores == []
+    made.link.is_serving = True
+    made.tier.go_on()
+    assert [store.path for store in made.stores] == ["xyz"]
+    made.stored(made.stores[0])
+    made.arrive("s", "abc!")
+    assert len(made.link.queries) == 1
+    assert made.tier.counters.skipped_store_blocks == 0
 
 
 def test_three_questions_that_fail_end_the_questions(engine):
@@ -902,24 +952,19 @@ def test_three_questions_that_fail_end_the_questions(engine):
 
 
 @pytest.mark.parametrize("notice", ["a turn", "an arrival"])
-@pytest.mark.parametrize(("num_ranks", "silent"), [(1, 0), (2, 0), (2, 1), (4, 3), (2, None)])
-def test_a_load_or_a_question_that_is_never_answered_opens_the_breaker(engine, caplog, num_ranks, silent, notice):
-    """The rank that is silent, or the store."""
-    made = engine(ranks=num_ranks, host=256)
-    made.arrive("r", "abc!", None if silent is None else 3)
-    for rank in set(range(num_ranks)) - {silent}:
-        for load in made.loads:
-            made.loaded(load, 3, rank=rank)
+@pytest.mark.parametrize("what", ["load", "question"])
+def test_a_load_or_a_question_that_is_never_answered_opens_the_breaker(engine, caplog, what, notice):
+    made = engine(ranks=1, host=256)
+    made.arrive("r", "abc!", 3 if what == "load" else None)
     for times in (1, 2, 3):
         assert not made.tier.is_left_alone
         made.now = times * SILENCE_S
         made.tier.go_on() if notice == "a turn" else made.arrive(f"{times}", "!")
     assert made.tier.is_left_alone
     assert made.tier.may_start("r"), "nobody waits for a silent store"
-    name = "the store" if silent is None else f"rank {silent}"
-    assert caplog.messages == [f"the store is not used for 1 s: no answer from {name} for 9.0 s"]
-    if silent is None:
+    assert caplog.messages == ["the store is not used for 1 s: no answer from the store for 9.0 s"]
+    if what == "question":
         made.tier.answered(QueryDone("query-0", 3))
     else:
-        made.loaded(made.loads[0], 3, rank=silent)
+        made.loaded(made.loads[0])
     assert not made.tier.is_left_alone, "it was slow, and has succeeded"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from ....contract.messages import WorkerReport
-from ....storage.engine.link import Answer as StorageAnswer
+from ....storage.engine.store_link import Answer as StorageAnswer
 from ....transfer.rank_messages import TransferNews
 from ...model.step import StepResult
 from ..prefill_job import PrefillAnswer

@@ -14,7 +14,7 @@ from ....contract.messages import BatchRequest, CacheLevel, PrefillTime, RankCop
 from ....contract.tool_calls import ends_in_tool_call
 from ....scheduler.cache_manager import CacheManager
 from ....scheduler.costs import PrefillCosts
-from ....storage.engine.link import Answer
+from ....storage.engine.store_link import Answer
 from ....storage.engine.tier import StorageTier
 from ....telemetry.metrics import counter, histogram, part, source
 from ....telemetry.trace_recorder import TraceRecorder

@@ -17,6 +17,7 @@ import zmq
 from ....contract.messages import BatchRequest, RankCopies
 from ....errors import ConfigError
 from ....storage.backends import make_link
+from ....storage.engine.agents_link import AgentsLink
 from ....storage.engine.link import StorageLink
 from ....storage.namespace import Namespace
 from ....storage.settings import StorageSettings
@@ -59,7 +60,7 @@ class ProcessWorkerClient:
         """Held once the end of one rank was reported. The other ranks end because of it."""
         self._directory: Path | None = None
         """Directory of the storage agents' sockets, until each rank is ready."""
-        self.storage: StorageLink | None = None
+        self.storage: StorageLink | AgentsLink | None = None
         """Link to the workers' storage agents, with storage."""
         self.copies: list[RankCopies] = []
         """Totals of each rank when it was ready."""
@@ -142,7 +143,7 @@ class ProcessWorkerClient:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _bind_storage(settings: StorageSettings, addresses: list[tuple[str, str]]) -> StorageLink:
+def _bind_storage(settings: StorageSettings, addresses: list[tuple[str, str]]) -> StorageLink | AgentsLink:
     try:
         return make_link(settings, [commands for commands, _ in addresses], addresses[0][1])
     except zmq.ZMQError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.messages import RankDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.lab.server.harness import Harness, expected_outputs
 from tests.storage.values import namespace
@@ -38,7 +39,12 @@ class Told:
         super().touch(touch_id, hashes)
 
     def _load(self, *given):
-        return [replace(each, seconds=each.num_arrived * self.seconds_per_block) for each in super()._load(*given)]
+        def timed(answer):
+            if isinstance(answer, RankDone):
+                return replace(answer, answer=timed(answer.answer))
+            return replace(answer, seconds=answer.num_arrived * self.seconds_per_block)
+
+        return [timed(each) for each in super()._load(*given)]
 
     def _state(self, call, fails, *given):
         self.stated += [] if fails else [call]

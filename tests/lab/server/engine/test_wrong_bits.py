@@ -294,7 +294,7 @@ def ask_with(store, family, mtp, size):
             core.on_storage(store.answers.popleft())
         if not engine.results():
             engine.settle()
-    loaded = core.storage.counters.load.blocks // size
+    loaded = core.storage.counters.load.blocks
     for _ in range(3):  # what was copied out is stored, and that is told
         engine.settle()
         engine.results()
