@@ -32,6 +32,8 @@ class Namespace:
     """Whose kernels computed the blocks, and their layout inside a block."""
     hash_version: str
     """Of the block hashes (`scheduler/block_hashing.py`)."""
+    num_parts: int = 1
+    """Values of each block, see `Parts`."""
     format_version: int = FORMAT_VERSION
 
     def manifest(self) -> str:
@@ -44,9 +46,8 @@ class Namespace:
         return hashlib.sha256(self.manifest().encode()).hexdigest()[:32]
 
 
-def block_key(block: BlockHash, rank: int) -> StoreKey:
-    """Of the part of `block` that tensor parallel rank `rank` holds."""
-    return StoreKey(f"{block.hex()}.{rank}")
+def block_key(block: BlockHash, part: int) -> StoreKey:
+    return StoreKey(f"{block.hex()}.{part}")
 
 
 def commit_key(block: BlockHash) -> StoreKey:

@@ -54,8 +54,8 @@ class StoreKind:
     name: str
     _: KW_ONLY
     open: Callable[[Chosen, Namespace, int], StorageBackend] | None
-    """Connects a tensor parallel rank. None for a store that exchanges blocks with the device tier, which has an agent
-    of its own. Raises `ConfigError` when it cannot work, `StorageError` when it does not now.
+    """Connects a tensor parallel rank; 0 for all. None for a store that exchanges blocks with the device tier, which
+    has an agent of its own. Raises `ConfigError` when it cannot work, `StorageError` when it does not now.
     """
     check: Callable[[Chosen, Namespace | None], object]
     """Before a server takes memory; without a namespace as long as that is not known. Raises as `open`."""
@@ -73,6 +73,8 @@ class StoreKind:
     """It can be told what a server has without being given the blocks."""
     maps_memory: bool = False
     """Another process maps the host tier. Without that, blocks are copied there."""
+    load_threads: int = 4
+    """Connections that load side by side. 1: the store itself reads the values of one `get` side by side."""
 
 
 def known_names() -> list[str]:

@@ -22,6 +22,7 @@ from tests.storage.values import block_hash, namespace
         {"tensor_parallel_size": 2},
         {"implementation": "other"},
         {"hash_version": "2"},
+        {"num_parts": 2},
         {"format_version": FORMAT_VERSION + 1},
     ],
 )
