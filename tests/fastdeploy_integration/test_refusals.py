@@ -53,7 +53,7 @@ REFUSED = {
     ],
     "with --scheduler-name {0.config.scheduler_config.name}": [DECODE | {"name": "splitwise", "router": None}],
     "without --router": [DECODE | {"router": None}],
-    "with --kvcache-storage-backend {0.store}": [DECODE | SWAP | FILE, DECODE | ATTENTION, PREFILL | ATTENTION],
+    "with --kvcache-storage-backend {0.store}": [DECODE | ATTENTION, PREFILL | ATTENTION],
     "with data parallelism": [DECODE | {"data_parallel_size": 2}],
     "with speculative decoding": [DECODE | MTP],
     "with --dynamic-load-weight": [DECODE | {"dynamic_load_weight": True}],
