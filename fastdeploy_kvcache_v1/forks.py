@@ -38,6 +38,9 @@ LOCK_WAIT_S = 0.01
 
 T = TypeVar("T")
 
+opening = threading.Lock()
+"""Held while something is opened and given to `closed_in_children`: no fork happens in between."""
+
 _renewed: weakref.WeakSet[Any] = weakref.WeakSet()
 _closed: weakref.WeakSet[Any] = weakref.WeakSet()
 _held = threading.local()
@@ -46,7 +49,7 @@ _held = threading.local()
 @cache
 def guard() -> None:
     """Guard every later `os.fork` of this process and of its children."""
-    os.register_at_fork(before=_before, after_in_parent=_give_back, after_in_child=_renew_locks)
+    os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_renew_locks)
     os.register_at_fork(after_in_child=_close_sockets)  # a hook of its own, so that it runs if another one fails
 
 
@@ -57,7 +60,10 @@ def renewed_in_children(lock: T) -> T:
 
 
 def closed_in_children(connection: T) -> T:
-    """Register `connection`, whose `close` a child calls, and return it. Not needed in `SOCKET_DIRECTORIES`."""
+    """Register `connection`, whose `close` a child calls, and return it. Not needed in `SOCKET_DIRECTORIES`.
+
+    Open it under `opening`, or a child that another thread forks meanwhile keeps it.
+    """
     _closed.add(connection)
     return connection
 
@@ -68,6 +74,7 @@ def _before() -> None:
         _give_back()  # logging's own lock too: FastDeploy's LazyFileHandler takes it while it holds the busy one
         if busy[0].acquire(timeout=left):
             busy[0].release()
+    opening.acquire()
 
 
 def _take_logging_locks() -> list[Any]:
@@ -83,12 +90,18 @@ def _take_logging_locks() -> list[Any]:
     return busy
 
 
+def _after_in_parent() -> None:
+    opening.release()
+    _give_back()
+
+
 def _give_back() -> None:
     for lock in reversed(_held.locks):
         lock.release()
 
 
 def _renew_locks() -> None:
+    opening._at_fork_reinit()  # type: ignore[attr-defined]
     for lock in (*_renewed, *_locks_of_prometheus()):
         lock._at_fork_reinit()
 

@@ -22,14 +22,16 @@ from prometheus_client import REGISTRY, Gauge, Histogram, values  # noqa: E402
 from fastdeploy_kvcache_v1 import forks  # noqa: E402
 from fastdeploy_kvcache_v1.config import KVCacheConfig  # noqa: E402
 from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyResult, WorkerReport  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.metrics import CacheMetricsPublisher  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter  # noqa: E402
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.token_channel import TokenReceiver  # noqa: E402
+from fastdeploy_kvcache_v1.link.engine import EngineLink  # noqa: E402
+from fastdeploy_kvcache_v1.link.messages import MessageTypes  # noqa: E402
 from fastdeploy_kvcache_v1.link.place import socket_path  # noqa: E402
+from fastdeploy_kvcache_v1.link.rank import RankLink  # noqa: E402
+from fastdeploy_kvcache_v1.link.reports import Reports  # noqa: E402
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager  # noqa: E402
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters  # noqa: E402
 from tests.forked import ended_well, start  # noqa: E402
@@ -57,13 +59,16 @@ def start_load() -> Overlay:
     manager = SimpleNamespace(stats=lambda: CacheStats(counters=Counters(), **dict.fromkeys(names, 1)), misses=misses)
     overlay = Overlay(table_for("2.6"), Path(DIRECTORY))
     publisher = CacheMetricsPublisher(SimpleNamespace(manager=manager, uncached=Uncached()), overlay)
-    publisher.reports = CopyReports(socket_path(1, "copies"))
-    reporter = CopyReporter(socket_path(1, "copies"), 0)
+    publisher.reports = Reports(1)
+    engine = EngineLink(socket_path(1), 1, MessageTypes(), word="")
+    engine.listen({WorkerReport: publisher.reports.put}, lambda rank: None)
+    link = RankLink(socket_path(1), 0, 1, MessageTypes(), word="")
+    link.listen({})
     receiver = TokenReceiver(Path(DIRECTORY, "tokens"))
     steps = count()
 
     def report():
-        reporter.tell(WorkerReport((CopyResult(next(steps), *SWAP_OUT, 1, 1, 0.0),)))
+        link.send(WorkerReport((CopyResult(next(steps), *SWAP_OUT, 1, 1, 0.0),)))
         receiver.receive(wait=False)
 
     for work in (

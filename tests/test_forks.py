@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType
@@ -100,6 +101,28 @@ def test_a_fork_does_not_wait_for_ever_for_a_log_that_waits_for_the_fork(handler
     assert ended_well(child)
     assert others_can_take(handler.lock)
     assert others_can_take(logging._lock)
+
+
+def test_a_fork_waits_until_what_is_opened_can_be_closed_in_the_child():
+    holds, registered = threading.Event(), []
+
+    def open_one():
+        with forks.opening:
+            holds.set()
+            time.sleep(0.1)
+            registered.append(True)
+
+    def use():
+        assert registered
+        assert forks.opening.acquire(blocking=False)
+
+    opener = threading.Thread(target=open_one)
+    opener.start()
+    holds.wait()
+    child = start(use)
+    opener.join()
+    assert ended_well(child)
+    assert others_can_take(forks.opening)
 
 
 def test_a_fork_inside_a_log_line_leaves_the_lock_with_its_owner(handler):

@@ -391,6 +391,10 @@ class RankCopies:
         return replace(self, swap_in=replace(self.swap_in), swap_out=replace(self.swap_out))
 
 
+MOST_IN_A_REPORT = 256
+"""Copies and prefill times that merged reports list: the latest. The engine can do without older ones."""
+
+
 @dataclass(frozen=True)
 class WorkerReport:
     """Copies that ended since the last report."""
@@ -408,6 +412,22 @@ class WorkerReport:
     """Passes of FastDeploy's workers since the last report. The embedded engine measures by itself."""
     copies: RankCopies | None = None
     """Totals at the time of the report."""
+    unlisted_through: int = -1
+    """Failures of this step and earlier ones may be missing from `transfers`: there were too many."""
+
+    def merged(self, later: WorkerReport) -> WorkerReport:
+        """One report that says what this one and the next one of the same rank say."""
+        transfers = self.transfers + later.transfers
+        unlisted = [each.step for each in transfers[:-MOST_IN_A_REPORT] if not each.ok]
+        return WorkerReport(
+            transfers[-MOST_IN_A_REPORT:],
+            self.exposed_wait_since_last_s + later.exposed_wait_since_last_s,
+            max(self.ended_through, later.ended_through),
+            later.passes or self.passes,
+            (self.prefills + later.prefills)[-MOST_IN_A_REPORT:],
+            later.copies or self.copies,
+            max(self.unlisted_through, later.unlisted_through, *unlisted),
+        )
 
 
 class CacheEvent(NamedTuple):

@@ -9,14 +9,14 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..forks import closed_in_children
-from .messages import Hello, MessageTypes, Welcome, encode
+from ..forks import closed_in_children, opening
+from .messages import Hello, Memory, MessageTypes, Welcome, encode
 from .peer import Peer, Waker
 from .place import make_private
 
@@ -75,22 +75,24 @@ class EngineLink:
         self._connected: set[_Connected] = set()
         self._logged: set[str] = set()
         """A rank that is refused tries again and again."""
-        self._on_message: Callable[[int, Any], None] = lambda rank, message: None
+        self._handlers: Mapping[type, Callable[[int, Any], None]] = {}
         self._on_gone: Callable[[int], None] = lambda rank: None
         self._closing = False
         self._path = path
         self._listener = _listen(path)
         self._inode = path.lstat().st_ino
         self._waker = Waker()
-        self._selector = closed_in_children(selectors.DefaultSelector())
+        with opening:
+            self._selector = closed_in_children(selectors.DefaultSelector())
         self._thread: threading.Thread | None = None
 
-    def listen(self, on_message: Callable[[int, Any], None], on_gone: Callable[[int], None]) -> None:
+    def listen(self, handlers: Mapping[type, Callable[[int, Any], None]], on_gone: Callable[[int], None]) -> None:
         """Deliver what ranks say, in order, on a thread of the link, which must not wait. Once.
 
-        The first message of a rank is its `Hello`; when its connection has ended, `on_gone` is called.
+        `handlers` by type, which may grow, take rank and message. A message without one is dropped. The first message
+        of a rank is its `Hello`; when its connection has ended, `on_gone` is called.
         """
-        self._on_message, self._on_gone = on_message, on_gone
+        self._handlers, self._on_gone = handlers, on_gone
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._waker.receiver, selectors.EVENT_READ, self._woken)
         self._thread = threading.Thread(target=self._run, name="kv-link", daemon=True)
@@ -145,14 +147,16 @@ class EngineLink:
 
     def _accept(self, events: int) -> None:
         try:
-            connection, _ = self._listener.accept()
+            peer = Peer(lambda: self._listener.accept()[0], self._types.to_engine)
+        except BlockingIOError:
+            return
         except OSError as error:
             self._log_once(f"a worker rank cannot connect: {error}")
             time.sleep(0.01)  # too many open files, for example: it stays readable
             return
-        connected = _Connected(Peer(connection, self._types.to_engine), time.monotonic())
+        connected = _Connected(peer, time.monotonic())
         self._connected.add(connected)
-        self._selector.register(connection, selectors.EVENT_READ, lambda events: self._ready(connected, events))
+        self._selector.register(peer.socket, selectors.EVENT_READ, lambda events: self._ready(connected, events))
 
     def _woken(self, events: int) -> None:
         self._waker.clear()
@@ -188,7 +192,7 @@ class EngineLink:
             connected.num_messages += 1
             if connected.num_messages > MAX_MESSAGES_PER_S:
                 raise ValueError(f"got more than {MAX_MESSAGES_PER_S} messages in a second")
-            self._on_message(connected.rank, message)
+            self._deliver(connected.rank, message)
 
     def _welcome(self, connected: _Connected, hello: Any) -> None:
         if not isinstance(hello, Hello):
@@ -212,7 +216,13 @@ class EngineLink:
             connected.peer.outbox.put(encode(Welcome(self._word)))
             connected.peer.outbox.flush(connected.peer.socket)
             self._ranks[hello.rank] = connected
-        self._on_message(hello.rank, hello)
+        self._deliver(hello.rank, hello)
+
+    def _deliver(self, rank: int, message: Any) -> None:
+        if (handler := self._handlers.get(type(message))) is not None:
+            handler(rank, message)
+        elif isinstance(message, Memory):
+            message.file.close()
 
     def _flush(self, connected: _Connected) -> None:
         with self._lock:
@@ -259,7 +269,8 @@ class EngineLink:
 
 def _listen(path: Path) -> socket.socket:
     make_private(path.parent)
-    listener = closed_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    with opening:
+        listener = closed_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         if path.is_socket():
             path.unlink()

@@ -1,6 +1,6 @@
 """Messages of the link itself, and which messages each end accepts.
 
-rank -> engine   Hello first, then Memory, Gone, and the messages of the rooms
+rank -> engine   Hello first, then Memory, Gone, WorkerReport, and the messages of the rooms
 engine -> rank   Welcome first, then Released, and the messages of the rooms
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from .. import __version__
+from ..contract.messages import WorkerReport
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -57,19 +58,11 @@ class Released(msgspec.Struct, frozen=True):
     generation: int
 
 
-class Merging(msgspec.Struct, frozen=True):
-    """A message to which the next of its type is added while it waits, so that only one waits."""
-
-    def merged(self, later: Any) -> Any:
-        """One message that says what this one and `later` say."""
-        raise NotImplementedError
-
-
 class MessageTypes:
     """Types of the messages that each end accepts, by name. Nothing that arrives is unpickled."""
 
     def __init__(self, to_engine: Sequence[type] = (), to_rank: Sequence[type] = ()) -> None:
-        self.to_engine = _decoders((Hello, Memory, Gone, *to_engine))
+        self.to_engine = _decoders((Hello, Memory, Gone, WorkerReport, *to_engine))
         self.to_rank = _decoders((Welcome, Released, *to_rank))
         schemas = [decoder.type for table in (self.to_engine, self.to_rank) for decoder in table.values()]
         digest = blake2b(msgspec.json.encode(list(map(msgspec.json.schema, schemas))), digest_size=8).hexdigest()

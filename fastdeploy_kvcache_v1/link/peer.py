@@ -7,12 +7,12 @@ import os
 import socket
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from struct import Struct
 from typing import Any
 
-from ..forks import closed_in_children
+from ..forks import closed_in_children, opening
 from .messages import Decoders, Memory, decode, with_file
 
 LENGTH = Struct("<I")
@@ -42,7 +42,8 @@ class Outbox:
         self.is_overfull |= self._unsent_bytes > MAX_UNSENT_BYTES or len(self._frames) >= MAX_UNSENT_FRAMES
         if self.is_overfull:
             return
-        file = None if descriptor is None else open_file(os.dup(descriptor))
+        with opening:
+            file = None if descriptor is None else closed_in_children(FileIO(os.dup(descriptor)))
         frame = memoryview(LENGTH.pack(len(body)) + body)
         self._frames.append((frame, file))
         self._unsent_bytes += len(frame)
@@ -77,9 +78,11 @@ class Outbox:
 class Peer:
     """One thread reads. Sending is for one thread at a time. Closed in forked children."""
 
-    def __init__(self, connection: socket.socket, decoders: Decoders) -> None:
-        connection.setblocking(False)
-        self.socket = closed_in_children(connection)
+    def __init__(self, connect: Callable[[], socket.socket], decoders: Decoders) -> None:
+        """Raises what `connect` raises."""
+        with opening:
+            self.socket = closed_in_children(connect())
+        self.socket.setblocking(False)
         self.outbox = Outbox()
         self._decoders = decoders
         self._arrived = bytearray()
@@ -90,14 +93,15 @@ class Peer:
         try:
             # As socket.recv_fds, which drops the flag in some versions of Python: children would inherit them.
             room = socket.CMSG_LEN(MAX_FILES * array("i").itemsize)
-            data, parts, flags, _ = self.socket.recvmsg(READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+            with opening:
+                data, parts, flags, _ = self.socket.recvmsg(READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+                for level, kind, descriptors in parts:
+                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                        self._files.extend(closed_in_children(FileIO(each)) for each in array("i", descriptors))
         except BlockingIOError:
             return
         except OSError:
             raise EOFError from None
-        for level, kind, descriptors in parts:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._files.extend(map(open_file, array("i", descriptors)))
         if flags & socket.MSG_CTRUNC:
             raise ValueError("a descriptor was lost: this process may have too many files open")
         if not data:
@@ -131,16 +135,12 @@ class Peer:
             self._files.popleft().close()
 
 
-def open_file(descriptor: int) -> FileIO:
-    """A file that owns `descriptor`, closed in forked children, which would keep its memory."""
-    return closed_in_children(FileIO(descriptor))
-
-
 class Waker:
     """Wakes a thread that selects. Thread-safe."""
 
     def __init__(self) -> None:
-        self.receiver, self._sender = map(closed_in_children, socket.socketpair())
+        with opening:
+            self.receiver, self._sender = map(closed_in_children, socket.socketpair())
         self.receiver.setblocking(False)
         self._sender.setblocking(False)
 

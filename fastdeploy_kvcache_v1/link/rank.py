@@ -8,11 +8,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .messages import Hello, Merging, MessageTypes, Welcome, encode
+from ..contract.messages import WorkerReport
+from .messages import Hello, MessageTypes, Welcome, encode
 from .peer import Outbox, Peer, Waker
 
 logger = logging.getLogger(__name__)
@@ -38,23 +39,26 @@ class RankLink:
         self._lock = threading.Lock()
         """Of sending."""
         self._outbox = Outbox()
-        self._merging: dict[type, Merging] = {}
-        """Messages that wait until everything else is sent."""
+        self._report: WorkerReport | None = None
+        """It waits until everything else is sent, and later ones are added to it: so only one waits."""
         self._peer: Peer | None = None
         """None until the engine has welcomed this rank, and after the end."""
         self._is_over = threading.Event()
         self._was_refused = False
-        self._on_message: Callable[[Any], None] = lambda message: None
+        self._handlers: Mapping[type, Callable[[Any], None]] = {}
         self._on_gone: Callable[[], None] = lambda: None
         self._waker = Waker()
         self._thread: threading.Thread | None = None
 
-    def listen(self, on_message: Callable[[Any], None], on_gone: Callable[[], None] = lambda: None) -> None:
+    def listen(
+        self, handlers: Mapping[type, Callable[[Any], None]], on_gone: Callable[[], None] = lambda: None
+    ) -> None:
         """Connect, and deliver what the engine says, in order, on a thread of the link, which must not wait. Once.
 
-        `on_gone` is called when the connection has ended: what is sent afterwards is dropped.
+        `handlers` by type, which may grow. A message without one is dropped. `on_gone` is called when the connection
+        has ended: what is sent afterwards is dropped.
         """
-        self._on_message, self._on_gone = on_message, on_gone
+        self._handlers, self._on_gone = handlers, on_gone
         self._thread = threading.Thread(target=self._run, name="kv-link", daemon=True)
         self._thread.start()
 
@@ -67,9 +71,8 @@ class RankLink:
         with self._lock:
             if self._is_over.is_set():
                 return
-            if isinstance(message, Merging):
-                before = self._merging.get(type(message))
-                self._merging[type(message)] = message if before is None else before.merged(message)
+            if isinstance(message, WorkerReport):
+                self._report = message if self._report is None else self._report.merged(message)
             else:
                 self._outbox.put(encode(message), descriptor)
             self._flush()
@@ -90,10 +93,10 @@ class RankLink:
         if self._peer is None:
             return
         self._outbox.flush(self._peer.socket)
-        while self._merging and not self._outbox:
-            _, message = self._merging.popitem()
-            self._outbox.put(encode(message))
+        if self._report is not None and not self._outbox:
+            self._outbox.put(encode(self._report))
             self._outbox.flush(self._peer.socket)
+            self._report = None
 
     def _end(self) -> bool:
         """Returns False if it had ended before."""
@@ -103,7 +106,7 @@ class RankLink:
             self._is_over.set()
             self._peer = None
             self._outbox.clear()
-            self._merging.clear()
+            self._report = None
             return True
 
     # ---- the thread
@@ -112,7 +115,7 @@ class RankLink:
         pause = FIRST_PAUSE_S
         while not self._is_over.wait(pause):
             pause = min(2 * pause, LONGEST_PAUSE_S)
-            peer = Peer(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), self._types.to_rank)
+            peer = Peer(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), self._types.to_rank)
             try:
                 peer.socket.connect(os.fspath(self._path))
                 self._meet(peer)
@@ -153,7 +156,8 @@ class RankLink:
                 for message in peer.messages():
                     if self._is_over.is_set():
                         return
-                    self._on_message(message)
+                    if (handler := self._handlers.get(type(message))) is not None:
+                        handler(message)
                 with self._lock:
                     self._flush()
                     if self._outbox.is_overfull:

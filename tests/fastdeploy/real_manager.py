@@ -58,6 +58,7 @@ def make_manager(
     cache.bytes_per_token_per_layer = 1
     cache.kv_cache_ratio = 1.0
     model = SimpleNamespace(
+        model="/nowhere",
         enable_mm=False,
         max_model_len=max(block_size * 16, max_tokens),
         architectures=["test_model"],

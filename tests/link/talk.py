@@ -1,6 +1,6 @@
 """A worker rank, or an engine, in a process of its own: `python -m tests.link.talk rank|engine PATH RANK WORD`.
 
-A rank answers each `Ask` and tells at its start that it is there. An engine prints each message and lives until its
+A rank answers each `Ask` and tells at its start that it is there. An engine prints who connects and lives until its
 standard input ends.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fastdeploy_kvcache_v1.link.engine import EngineLink
-from fastdeploy_kvcache_v1.link.messages import Memory, Merging, MessageTypes
+from fastdeploy_kvcache_v1.link.messages import Hello, Memory, MessageTypes
 from fastdeploy_kvcache_v1.link.rank import RankLink
 
 
@@ -26,14 +26,7 @@ class Answer(msgspec.Struct, frozen=True):
     data: bytes = b""
 
 
-class Count(Merging, frozen=True):
-    number: int
-
-    def merged(self, later):
-        return Count(self.number + later.number)
-
-
-TYPES = MessageTypes(to_engine=(Answer, Count), to_rank=(Ask,))
+TYPES = MessageTypes(to_engine=(Answer,), to_rank=(Ask,))
 SLOTS, SLOT_BYTES = 4, 4096
 
 
@@ -50,7 +43,7 @@ def rank(path, number, num_ranks, word):
     os.pwrite(memory, b"of rank %d" % number, 0)
     link.send(Memory(0, SLOTS, SLOT_BYTES), memory)
     os.close(memory)
-    link.listen(answer, gone.set)
+    link.listen({Ask: answer}, gone.set)
     gone.wait()
     link.close()
 
@@ -60,7 +53,7 @@ def engine(path, _number, num_ranks, word):
         print(*words, flush=True)
 
     link = EngineLink(path, num_ranks, TYPES, word=word)
-    link.listen(lambda rank, message: say(rank, type(message).__name__), lambda rank: say(rank, "gone"))
+    link.listen({Hello: lambda rank, message: say(rank, "Hello")}, lambda rank: say(rank, "gone"))
     say("listens")
     sys.stdin.read()
     link.close()

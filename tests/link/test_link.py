@@ -13,16 +13,17 @@ from contextlib import ExitStack, closing
 import pytest
 
 from fastdeploy_kvcache_v1 import forks
+from fastdeploy_kvcache_v1.contract.messages import WorkerReport
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.link import engine as engine_module
 from fastdeploy_kvcache_v1.link import peer as peer_module
 from fastdeploy_kvcache_v1.link.engine import EngineLink
-from fastdeploy_kvcache_v1.link.messages import Hello, Memory, MessageTypes, Released, Welcome, decode, encode
+from fastdeploy_kvcache_v1.link.messages import Gone, Hello, Memory, MessageTypes, Released, Welcome, decode, encode
 from fastdeploy_kvcache_v1.link.peer import LENGTH
 from fastdeploy_kvcache_v1.link.rank import RankLink
 from tests.forked import ended_well, start
 
-from .talk import SLOT_BYTES, SLOTS, TYPES, Answer, Ask, Count
+from .talk import SLOT_BYTES, SLOTS, TYPES, Answer, Ask
 
 LIMIT_S = 30.0
 WORD = "of this engine"
@@ -41,7 +42,8 @@ class Engine:
     def __init__(self, path, num_ranks=1, *, word=WORD, types=TYPES, on_message=lambda rank, message: None):
         self.heard, self.gone, self.files, self._on_message = [], [], {}, on_message
         self.link = EngineLink(path, num_ranks, types, word=word)
-        self.link.listen(self._take, self.gone.append)
+        kinds = (Hello, Memory, Gone, WorkerReport, Answer)
+        self.link.listen(dict.fromkeys(kinds, self._take), self.gone.append)
 
     def _take(self, rank, message):
         if isinstance(message, Memory):
@@ -69,7 +71,7 @@ class Rank:
     def __init__(self, path, rank=0, num_ranks=1, *, word=WORD, types=TYPES):
         self.heard, self.gone = [], threading.Event()
         self.link = RankLink(path, rank, num_ranks, types, word=word)
-        self.link.listen(self.heard.append, self.gone.set)
+        self.link.listen({Ask: self.heard.append}, self.gone.set)
         self.send, self.close = self.link.send, self.link.close
 
 
@@ -180,15 +182,15 @@ def test_an_engine_may_answer_a_rank_at_its_hello(engine, rank):
 
 def test_reports_that_wait_become_one_and_nothing_is_counted_twice(engine, rank):
     early = rank()
-    for _ in range(1000):
-        early.send(Count(1))
+    for step in range(1000):
+        early.send(WorkerReport((), 0.5, step))
     early.send(Answer(5))
     made = engine()
-    wait_for(lambda: made.of(0, Count) and made.of(0, Answer), "a count")
-    assert made.of(0, Count) == [Count(1000)]
-    early.send(Count(3))
-    wait_for(lambda: len(made.of(0, Count)) == 2, "another count")
-    assert made.of(0, Count)[1] == Count(3)
+    wait_for(lambda: made.of(0, WorkerReport) and made.of(0, Answer), "a report")
+    assert made.of(0, WorkerReport) == [WorkerReport((), 500.0, 999)]
+    early.send(WorkerReport((), 0.25, 1000))
+    wait_for(lambda: len(made.of(0, WorkerReport)) == 2, "another report")
+    assert made.of(0, WorkerReport)[1] == WorkerReport((), 0.25, 1000)
 
 
 @pytest.mark.process
@@ -250,7 +252,7 @@ def test_an_engine_that_reads_late_gets_all_of_it(engine, rank):
     made, late = engine(), rank()
     wait_for(lambda: made.of(0, Hello), "the rank")
     with made.link._lock:  # it cannot answer, and so does not read on
-        made.link._on_message = lambda number, message: made.link.send(Ask(0)) or made._take(number, message)
+        made.link._handlers[Answer] = lambda number, message: made.link.send(Ask(0)) or made._take(number, message)
         for count in range(100):
             late.send(Answer(count, bytes(50_000)))
     wait_for(lambda: len(made.of(0, Answer)) == 100, "all answers")
@@ -445,7 +447,7 @@ def test_a_place_that_cannot_have_a_socket_is_refused(path):
 
 
 def test_other_fields_are_another_version():
-    assert MessageTypes((Answer,), (Ask,)).version != TYPES.version == MessageTypes((Answer, Count), (Ask,)).version
+    assert MessageTypes((Ask,), (Answer,)).version != TYPES.version == MessageTypes((Answer,), (Ask,)).version
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc0", encode(Answer(1))[:-1], encode(Answer(1)) + b"0", encode(Answer(None))])

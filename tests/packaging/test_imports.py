@@ -88,6 +88,7 @@ INSIDE = {
     "lab/hub": {"worker"},
     "lab/replay": {"scheduler"},
     "lab/server/engine": {
+        "link",
         "scheduler",
         "storage",
         "transfer",

@@ -17,7 +17,6 @@ import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.contract.messages import WorkerReport
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import NO_NEWS, CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
 
@@ -144,15 +143,9 @@ class Reports:
     is_idle = True
     """The engine may be idle before all reports have arrived."""
 
-    def take(self) -> CopyNews:
-        if not self._arrived:
-            return NO_NEWS
+    def take(self) -> Sequence[tuple[int, WorkerReport]]:
         arrived, self._arrived = self._arrived, []
-        failed = [each for _, report in arrived for each in report.transfers if not each.ok]
-        through = {rank: report.ended_through for rank, report in arrived}
-        passes = {rank: report.passes for rank, report in arrived if report.passes is not None}
-        prefills = {rank: report.prefills for rank, report in arrived}
-        return CopyNews(tuple(failed), through, -1, passes, prefills)
+        return arrived
 
 
 class Worker:

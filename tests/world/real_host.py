@@ -328,7 +328,7 @@ class RealRoles(Between):
 
     # ---- first tokens go to decode
 
-    def tell(self, rng: random.Random) -> None:
+    def end_transfer(self, rng: random.Random) -> None:
         """Prefill learns the outcome of a transfer. 2.5 sends the first token earlier for an id that it has seen."""
         name, early = pick(self.computed, rng.random()), self.world.faults.strike("answer breaks", rng)
         ends, outcome = rng.random() < 0.05, self._outcome.get(name)
@@ -396,11 +396,11 @@ class RealRoles(Between):
         steps = {"schedule": 16, "take": 12, "run": 14, "take_tokens": 16}
         both = [(weight, getattr(host, name)) for host in self.hosts for name, weight in steps.items()]
         both += [(16, host.worker.run_devices) for host in self.hosts]
-        ours = (self.bring, self.ask, self.scribble, self.arrive, self.tell, self.hear)
+        ours = (self.bring, self.ask, self.scribble, self.arrive, self.end_transfer, self.hear)
         return [*both, *((16, each) for each in ours), (40, self.turn), (5, self.go_on_pausing), (0.5, self.pause)]
 
     def turn(self, rng: random.Random) -> None:
-        for part in (self.bring, self.ask, self.prefill.turn, self.arrive, self.tell, self.hear, self.decode.turn):
+        for part in (self.bring, self.ask, self.prefill.turn, self.arrive, self.end_transfer, self.hear, self.decode.turn):
             part(rng)
 
     def check(self) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from ...contract.messages import RankCopies
 from ...forks import look_for_lock_of_values
+from ...link.reports import Reports
 from ...scheduler.cache_stats import CacheStats
 from ...telemetry.metrics import Kind, Metric, Source, observe, source_of
 from ..overlay.overlay import Overlay
 from .adapter import PrefixCacheAdapter
-from .copy_reports import CopyReports
 
 PUBLISH_EVERY_S = 0.1
 
@@ -88,12 +88,12 @@ class CacheMetricsPublisher:
         self._adapter = adapter
         self._parts: list[tuple[object, tuple[str, ...]]] = []
         self._counted: defaultdict[str, dict[Metric, float]] = defaultdict(dict)
-        """By worker process, for one that took over a rank counts from 0 again."""
-        self.reports: CopyReports | None = None
-        """What worker processes say; None until there is a way back from them."""
+        """By rank."""
+        self.reports: Reports | None = None
+        """Of worker ranks; None until there is a link to them."""
         self._next = 0.0
         self._lock = threading.Lock()
-        for source in (CacheStats, RankCopies, CopyReports):
+        for source in (CacheStats, RankCopies):
             exported(source_of(source))
         for part in (adapter.manager.misses, overlay, adapter.uncached):
             self.add(part)
@@ -115,18 +115,16 @@ class CacheMetricsPublisher:
 
     def parts(self) -> Iterator[tuple[object, tuple[str, ...]]]:
         """Exported objects as in `add`, those of workers too."""
-        return ((part, added) for part, added, _ in self._of_processes())
+        return ((part, added) for part, added, _ in self._of_ranks())
 
     def _publish(self) -> None:
-        for part, added, process in self._of_processes():
-            exported(source_of(part)).publish(part, added, self._counted[process])
+        for part, added, rank in self._of_ranks():
+            exported(source_of(part)).publish(part, added, self._counted[rank])
 
-    def _of_processes(self) -> Iterator[tuple[object, tuple[str, ...], str]]:
-        """Yield exported objects with added labels and the worker process, which is empty for the engine."""
+    def _of_ranks(self) -> Iterator[tuple[object, tuple[str, ...], str]]:
+        """Yield exported objects with added labels and the rank, which is empty for the engine."""
         for part, added in ((self._adapter.manager.stats(), ()), *self._parts):
             yield part, added, ""
         if self.reports is not None:
-            yield self.reports, (), ""
-            for report in self.reports.latest():
-                if report.news.copies is not None:
-                    yield report.news.copies, (str(report.rank),), report.worker
+            for rank, copies in list(self.reports.copies.items()):
+                yield copies, (str(rank),), str(rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import islice
 from multiprocessing.util import Finalize
@@ -16,18 +16,19 @@ import zmq
 
 from ... import __version__
 from ...config import KVCacheConfig, WritePolicy
-from ...contract.messages import CacheLevel
+from ...contract.messages import CacheLevel, WorkerReport
 from ...contract.tool_calls import tool_call_ends
 from ...errors import ConfigError, KVCacheError, StorageError
-from ...link.place import socket_path
+from ...link.engine import EngineLink
+from ...link.reports import Reports
 from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
 from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from ...telemetry.trace_recorder import TraceRecorder
 from .. import Args, Kwargs, Wrapped, settings, swap_space
+from ..link import engine_link
 from ..overlay import overlay
 from .adapter import PrefixCacheAdapter
-from .copy_reports import NO_NEWS, CopyReports
 from .followers import Followers
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher
@@ -93,8 +94,12 @@ class EnginePrefixCache(PrefixCacheAdapter):
         """One request at a time is looked for, and put, where it waits: of two with one id the second sees the first.
         Before FastDeploy's lock and the adapter's.
         """
-        self.reports: CopyReports | None = None
-        """Of the workers, once the cache service is launched; None where nothing is copied."""
+        self.link: EngineLink | None = None
+        """To the workers, once the cache service is launched; None where nothing is copied."""
+        self.handlers: dict[type, Callable[[int, Any], None]] = {}
+        """Of what the link delivers, on its thread."""
+        self.reports: Reports | None = None
+        """Of the workers, where there is a link."""
         self.updates: WeightUpdates | None = None
         """Of the legacy API, once the cache service is launched; None where they cannot happen."""
         self.epoch = 0
@@ -160,8 +165,8 @@ class EnginePrefixCache(PrefixCacheAdapter):
         self._tell_start()
         storage = self._storage_settings
         has_reports = self.num_cpu_blocks or (storage is not None and storage.uses_device_tier)
-        if cache_config.enable_prefix_caching and has_reports and self.reports is None:
-            self._listen_to_workers(engine_worker_queue_port)
+        if cache_config.enable_prefix_caching and has_reports and self.link is None:
+            self._listen_to_workers(int(engine_worker_queue_port), tensor_parallel_size)
             if storage is not None:
                 self._open_storage(storage, engine_worker_queue_port, tensor_parallel_size)
         is_legacy = self._may_update_weights and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS
@@ -179,21 +184,23 @@ class EnginePrefixCache(PrefixCacheAdapter):
             self.updates.start()
         return []
 
-    def _listen_to_workers(self, queue_port: int) -> None:
+    def _listen_to_workers(self, queue_port: int, num_ranks: int) -> None:
         """Serving does not depend on it: without reports their metrics stay at 0, and a failed copy is found later."""
         try:
-            self.reports = CopyReports(socket_path(int(queue_port), "copies"))
+            self.link = engine_link(queue_port, num_ranks, _logger())
         except ConfigError as error:
             _logger().warning("metrics of copies stay 0: %s", error)
             return
-        Finalize(None, self.reports.close, exitpriority=0)  # also at the end of a forked data parallel engine
-        self.publisher.reports = self.reports
+        Finalize(None, self.link.close, exitpriority=0)  # also at the end of a forked data parallel engine
+        self.reports = self.publisher.reports = Reports(num_ranks)
+        self.handlers[WorkerReport] = self.reports.put
+        self.link.listen(self.handlers, lambda rank: _logger().warning("worker rank %d is gone", rank))
 
     def _open_storage(self, chosen: StorageSettings, queue_port: int, num_ranks: int) -> None:
         """Raises `ConfigError`."""
         from fastdeploy import envs
 
-        if self.reports is None:
+        if self.link is None:
             raise ConfigError("storage needs the workers' reports, whose socket failed: see the warning before")
         commands = [settings.storage_address(queue_port, rank) for rank in range(num_ranks)]
         try:
@@ -248,13 +255,14 @@ class EnginePrefixCache(PrefixCacheAdapter):
 
         A copy to the device that failed is the worker's affair: the batch that needs it is on its way.
         """
-        if self.reports is None or (news := self.reports.take()) is NO_NEWS:
+        if self.reports is None or not (reports := self.reports.take()):
             return
-        if failed := [result for result in news.failed if result.target is CacheLevel.HOST]:
+        copies = (result for _, report in reports for result in report.transfers)
+        if failed := [result for result in copies if result.target is CacheLevel.HOST]:
             self.host_copies_failed(failed)
-        self.measured(news.prefills)
+        self.measured({rank: report.prefills for rank, report in reports})
         if self.storage is not None:
-            self.storage.copies_reported(news)
+            self.storage.copies_reported(reports)
 
 
 def _check_storage(chosen: StorageSettings) -> None:

@@ -24,7 +24,6 @@ from ...storage.engine.store_link import Answer
 from ...storage.engine.tier import StorageTier
 from ...storage.messages import Connect, Connected
 from ...storage.namespace import Namespace
-from .copy_reports import CopyNews
 from .rank_passes import RankPasses
 from .task_tokens import TaskTokens
 
@@ -265,17 +264,15 @@ class EngineStorage:
                     self._leave(task.request_id)
             self.tier.go_on()
 
-    def copies_reported(self, news: CopyNews) -> None:
+    def copies_reported(self, reports: Sequence[tuple[int, WorkerReport]]) -> None:
         """After `CacheManager.transfer_failed`."""
         with self._lock:
-            if news.unlisted_through >= 0:
-                self.tier.copies_doubted(news.unlisted_through)
-            self.tier.copies_reported(0, WorkerReport(news.failed))  # of whichever rank
-            for rank, through in news.ended_through.items():
-                self.tier.copies_reported(rank, WorkerReport((), 0.0, through))
-            if self._passes is not None:
-                for rank, progress in news.passes.items():
-                    self._passes.reported(rank, progress)
+            for rank, report in reports:
+                if report.unlisted_through >= 0:
+                    self.tier.copies_doubted(report.unlisted_through)
+                self.tier.copies_reported(rank, report)
+                if self._passes is not None and report.passes is not None:
+                    self._passes.reported(rank, report.passes)
 
     # ---- administration
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError
-from ...link.place import socket_path
 from ...worker.cuda import trial
 from ...worker.cuda.runtime import CudaRuntime, use_device
 from ...worker.runtime import Runtime
 from .. import Args, Kwargs, Wrapped, settings
 from ..backends import DSA, MLA, cache_backend
+from ..link import ReportSender, rank_link
 from ..overlay import overlay
 from ..overlay.table import Where
 from ..swap_space import draft_tokens, has_draft_layer, host_layout
-from .copy_reporter import CopyReporter
 from .latent_prefix import PREFIX
 from .storage import rank_storage
 from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
@@ -38,11 +37,8 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     config = kwargs["fd_config"] if "fd_config" in kwargs else args[0]
     from fastdeploy import envs
 
-    cache, ranks = config.cache_config, config.parallel_config
-    reporter = CopyReporter(
-        socket_path(int(ranks.local_engine_worker_queue_port), "copies"),
-        int(ranks.tensor_parallel_rank),
-    )
+    cache = config.cache_config
+    link = rank_link(config)
     num_host_blocks = int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0
     if num_host_blocks:
         # The trial of copies runs in other processes, which need room on the GPU and must be gone before FastDeploy
@@ -56,7 +52,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         draft_tokens=draft_tokens(config),
         expected_block_bytes=settings.host_block_bytes(),
         keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
-        tell_copies=reporter.tell,
+        tell_copies=ReportSender(link.send),
         storage=rank_storage(
             config,
             device_id=int(_argument(args, kwargs, 2, "device_id", 0)),
@@ -64,6 +60,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
             enter_thread=_enter_current_device,
         ),
     )
+    link.listen({})
     wrapped(*args, **kwargs)
 
 

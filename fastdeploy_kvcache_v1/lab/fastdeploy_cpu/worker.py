@@ -15,10 +15,9 @@ from fastdeploy.worker.worker_base import WorkerBase
 
 from ...fastdeploy_integration import settings, swap_space
 from ...fastdeploy_integration.disaggregation.ranks import rank_role
+from ...fastdeploy_integration.link import ReportSender, rank_link
 from ...fastdeploy_integration.settings import log_directory
-from ...fastdeploy_integration.worker.copy_reporter import CopyReporter
 from ...fastdeploy_integration.worker.storage import rank_storage
-from ...link.place import socket_path
 from ...worker.runtime.base import free_host_memory
 from ..model.ranks import Ranks, inherited_pipes
 from . import RANK_PIPES, run_directory
@@ -58,20 +57,18 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             cache_dtype=str(self.model_config.dtype),
             keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         )
-        reporter = CopyReporter(
-            socket_path(int(self.parallel_config.local_engine_worker_queue_port), "copies"),
-            int(self.parallel_config.tensor_parallel_rank),
-        )
+        link = rank_link(self.fd_config)
         self.model_runner = CpuModelRunner(
             config,
             sender,
             stats_directory=log_directory(),
             tell_weights_status=_tell_weights_status,
-            tell_copies=reporter.tell,
+            tell_copies=ReportSender(link.send),
             storage=rank_storage(self.fd_config),
             ranks=ranks,
             transfers=rank_role(self.fd_config),
         )
+        link.listen({})
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
     def load_model(self) -> None:

@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel im
 from fastdeploy_kvcache_v1.link.place import make_private, socket_path
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews
-from tests.fastdeploy_integration.test_copy_channel import wait_for
+from tests.link.test_link import wait_for
 
 PORT = 8123
 until = partial(wait_for, what="news")

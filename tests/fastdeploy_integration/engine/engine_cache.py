@@ -48,21 +48,22 @@ def fake_fastdeploy(install, monkeypatch, short_tmp_path, tmp_path):
     envs.exported = []
     monkeypatch.setattr(settings, "export", lambda *given: envs.exported.append(given))
     monkeypatch.setattr(FakeSignal, "opened", [])
-    made, listen = [], engine_patches.CopyReports
-    monkeypatch.setattr(engine_patches, "CopyReports", lambda path: made.append(listen(path)) or made[-1])
+    made, listen = [], engine_patches.engine_link
+    monkeypatch.setattr(engine_patches, "engine_link", lambda *given: made.append(listen(*given)) or made[-1])
     yield envs
-    for reports in made:
-        reports.close()
+    for link in made:
+        link.close()
 
 
-def launch(manager, port=77):
+def launch(manager, port=77, num_ranks=2):
     cache = manager._config.cache_config
-    assert manager.launch_cache_manager(cache, 2, "0", "127.0.0.1", port, None, False) == []
+    assert manager.launch_cache_manager(cache, num_ranks, "0", "127.0.0.1", port, None, False) == []
     if manager.updates is not None:
         manager.updates.stop()
     return manager
 
 
-def launched(**given):
+def launched(num_ranks=2, **given):
     """The cache manager of an engine that has launched its cache service."""
-    return launch(engine_patches.EnginePrefixCache(fd_config(tensor_parallel_size=2, **given)))
+    cache = engine_patches.EnginePrefixCache(fd_config(tensor_parallel_size=num_ranks, **given))
+    return launch(cache, num_ranks=num_ranks)

@@ -8,19 +8,18 @@ import zmq
 
 from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.config import GIB
-from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, CopyResult, PrefillTime, WorkerReport
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, CopyResult, PrefillTime, RankCopies, WorkerReport
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
+from fastdeploy_kvcache_v1.fastdeploy_integration.link import rank_link
 from fastdeploy_kvcache_v1.fastdeploy_integration.settings import SESSION_VARIABLE
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
 from fastdeploy_kvcache_v1.link.place import socket_path
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.telemetry.metrics import source_of
 from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from tests.fastdeploy_integration.fd_configs import fd_config
-from tests.fastdeploy_integration.test_copy_channel import wait_for
+from tests.link.test_link import wait_for
 
 from .by_hand import FakeTask, Server
 from .engine_cache import FakeSignal, fake_fastdeploy, launch, launched
@@ -28,6 +27,13 @@ from .engine_cache import FakeSignal, fake_fastdeploy, launch, launched
 __all__ = ["fake_fastdeploy"]
 
 FLAGS_AT_REST = {"kvcache_storage_dir": None, "kvcache_storage_gib": StorageSettings.capacity_bytes / GIB}
+
+
+def rank_of(rank, num_ranks=2):
+    ranks = {"local_engine_worker_queue_port": 77, "tensor_parallel_rank": rank, "tensor_parallel_size": num_ranks}
+    link = rank_link(SimpleNamespace(parallel_config=SimpleNamespace(**ranks)))
+    link.listen({})
+    return link
 
 
 def schedule(manager, wrapped=lambda: ([], []), waiting=()):
@@ -43,11 +49,11 @@ def schedule(manager, wrapped=lambda: ([], []), waiting=()):
 def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     manager = launched()
     assert fake_fastdeploy.exported == [(None, None)], "workers take no flags"
-    assert manager.publisher.reports.latest() == ()
-    reporter, prefill = CopyReporter(socket_path(77, "copies"), rank=1), PrefillTime(100, 0.0, 1.0)
+    assert manager.publisher.reports.copies == {}
+    link, prefill, copies = rank_of(1), PrefillTime(100, 0.0, 1.0), RankCopies()
     failed = (CopyResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (SWAP_OUT, SWAP_IN))
-    reporter.tell(WorkerReport((*failed, CopyResult(1, *SWAP_IN, 3, 0, 7.0)), prefills=(prefill,)))
-    wait_for(manager.reports.latest, "the report")
+    link.send(WorkerReport((*failed, CopyResult(1, *SWAP_IN, 3, 0, 7.0)), prefills=(prefill,), copies=copies))
+    wait_for(lambda: manager.publisher.reports.copies, "the report")
     told, measured = [], manager.measured
     manager.manager.transfer_failed = lambda result: told.append((result.step, *result.target_slots)) or ()
     manager.measured = lambda prefills: (told.append(prefills), measured(prefills))
@@ -55,42 +61,40 @@ def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
         schedule(manager)
     assert told == [(0, 3), {1: (prefill,)}], "once; other copies are the worker's affair"
     assert manager._prefill_costs.seconds(0, 400) == 4.0
-    reporter.close()
+    link.close()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_copy_that_failed_on_several_ranks_is_told_once(fake_fastdeploy, num_ranks):
     """Each rank tells of it in its own time; of two copies that failed each is told."""
-    manager, told = launched(), []
+    manager, told = launched(num_ranks), []
     manager.manager.transfer_failed = lambda result: told.append((result.step, result.target_slots)) or ()
     first, second, copy_in = (
         CopyResult(step, *kind, 2, 0, 0.0, slots, "injected")
         for step, kind, slots in ((3, SWAP_OUT, (1, 2)), (5, SWAP_OUT, (1, 2)), (3, SWAP_IN, (7, 8)))
     )
     with ExitStack() as stack:
-        path = socket_path(77, "copies")
-        ranks = [stack.enter_context(closing(CopyReporter(path, rank))) for rank in range(num_ranks)]
+        ranks = [stack.enter_context(closing(rank_of(rank, num_ranks))) for rank in range(num_ranks)]
         for failed in ([copy_in, first], [second]):
-            for reporter in ranks:
-                reporter.tell(WorkerReport(tuple(failed)))
-                wait_for(lambda: manager.reports._has_news, "the report")
+            for link in ranks:
+                link.send(WorkerReport(tuple(failed)))
+                wait_for(lambda: manager.reports._new, "the report")
                 schedule(manager)
     assert told == [(3, (1, 2)), (5, (1, 2))]
-    assert manager.reports.num_lost == 0
 
 
 @pytest.mark.parametrize("settings", [{"num_cpu_blocks": 0}, {"enable_prefix_caching": False}])
 def test_where_nothing_is_copied_nobody_listens_and_rows_are_told_to_none(fake_fastdeploy, monkeypatch, settings):
     manager, told = launched(**settings), []
     assert manager.reports is None
-    assert not socket_path(77, "copies").parent.exists()
+    assert not socket_path(77).parent.exists()
     monkeypatch.setattr(manager, "send_swaps", lambda *given: told.append(given))
     schedule(manager)
     assert told == [([], None if "num_cpu_blocks" in settings else [])]
 
 
 def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplog):
-    socket_path(77, "copies").parent.touch()
+    socket_path(77).parent.touch()
     with caplog.at_level("WARNING"):
         manager = launched(**FLAGS_AT_REST)
     assert manager.reports is None
@@ -199,7 +203,7 @@ def no_link(*_):
 @pytest.mark.parametrize(
     ("breaks", "reason"),
     [
-        (lambda m: socket_path(77, "copies").parent.touch(), "storage needs the workers' reports"),
+        (lambda m: socket_path(77).parent.touch(), "storage needs the workers' reports"),
         (lambda m: m.setattr(engine_patches, "make_link", no_link), "storage cannot make its sockets"),
         (lambda m: m.setattr(Storage, "fails", True), "the storage backend attention_store cannot be used: no licence"),
     ],
@@ -226,15 +230,14 @@ def test_a_store_that_does_not_work_now_is_left_for_later_and_one_that_cannot_is
 def test_failed_host_copies_are_told_to_the_cache_before_news_reach_the_store(store, monkeypatch):
     manager = stored(monkeypatch)
     copies = [CopyResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (SWAP_OUT, SWAP_IN)]
-    news = CopyNews(tuple(copies), {0: 0}, prefills={0: ()})
+    reports = [(1, WorkerReport(tuple(copies), 0.0, 0))]
     told = manager.storage.told
     manager.host_copies_failed = lambda failed: told.append(("failed", failed))
     manager.measured = lambda prefills: told.append(("measured", prefills))
-    manager.reports.close()
-    manager.reports = SimpleNamespace(take=lambda: news)
+    manager.reports = SimpleNamespace(take=lambda: reports)
     told.clear()
     manager.take_reports()
-    assert told == [("failed", copies[:1]), ("measured", {0: ()}), ("copies_reported", news)]
+    assert told == [("failed", copies[:1]), ("measured", {1: ()}), ("copies_reported", reports)]
 
 
 @pytest.mark.parametrize("by", ["reset", "clear_data"])

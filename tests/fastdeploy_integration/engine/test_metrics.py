@@ -5,12 +5,10 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
-from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyPath, CopyResult, RankCopies, WorkerReport
+from fastdeploy_kvcache_v1.contract.messages import SWAP_OUT, CopyPath, CopyResult, RankCopies
 from fastdeploy_kvcache_v1.contract.misses import MissReason
-from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters, MissedTokens
@@ -69,12 +67,8 @@ def publisher(samples, monkeypatch):
     return metrics.CacheMetricsPublisher(adapter, bare(Overlay, num_changed_bodies=3))
 
 
-def reported(worker, copies, rank=0):
-    return CopyReport(rank, worker, 0, WorkerReport(copies=copies))
-
-
-def reports(*latest, **numbers):
-    return bare(CopyReports, latest=lambda: latest, **{"num_lost": 0, "num_unreadable": 0, **numbers})
+def reports(copies, rank=0):
+    return SimpleNamespace(copies={rank: copies})
 
 
 def test_each_number_of_the_scheduler_half_is_published_under_its_name(publisher, samples):
@@ -89,9 +83,8 @@ def test_each_number_of_the_scheduler_half_is_published_under_its_name(publisher
     missed = {
         ("missed_tokens_total", ("reason", reason.value)): getattr(misses.tokens, reason.value) for reason in MissReason
     }
-    silent = {("copy_reports_lost_total",): 0, ("copy_reports_unreadable_total",): 0}
     shown = {name: value for name, value in samples().items() if not name[0].startswith("evicted_to_next_use")}
-    assert shown == expected | missed | uncached | silent | {("changed_bodies",): 3}
+    assert shown == expected | missed | uncached | {("changed_bodies",): 3}
 
 
 def test_every_metric_that_the_docs_have_of_fastdeploy_is_published(publisher, samples, tmp_path):
@@ -109,7 +102,7 @@ def test_every_metric_that_the_docs_have_of_fastdeploy_is_published(publisher, s
     ):
         publisher.add(part, *added)
     tier.observe_latency("load", 0.25)
-    publisher.reports = reports(reported("w", RankCopies(paths=paths)))
+    publisher.reports = reports(RankCopies(paths=paths))
     publisher.publish()
     shown = {name for name, *_ in samples()}
     here = [each for each in sources() if each.servers != "embedded server"]
@@ -138,32 +131,27 @@ def test_a_last_look_before_a_pause_does_not_wait_for_its_turn(publisher, sample
     assert changed == {("requests_admitted_total",): 5}
 
 
-def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, samples):
-    first, second = (reported(worker, RankCopies()) for worker in ("first", "second"))
-    publisher.reports = reports(first, second, num_lost=7, num_unreadable=8)
-    publisher.publish()
-    assert [samples()[f"copy_reports_{kind}_total",] for kind in ("lost", "unreadable")] == [7, 8]
-    for report, blocks, shown in ((first, 3, 3), (first, 2, 5), (second, 4, 9)):
-        report.news.copies.add(CopyResult(0, *SWAP_OUT, blocks, 0, 0.0))
+def test_what_a_rank_copied_is_counted_once(publisher, samples):
+    copies = RankCopies()
+    publisher.reports = reports(copies, rank=3)
+    for blocks, shown in ((3, 3), (2, 5)):
+        copies.add(CopyResult(0, *SWAP_OUT, blocks, 0, 0.0))
         for _ in range(2):
             publisher.publish()
-        assert samples()["swap_blocks_total", ("direction", "out"), ("rank", "0")] == shown
+        assert samples()["swap_blocks_total", ("direction", "out"), ("rank", "3")] == shown
 
 
 def test_ways_of_copying_are_shown_until_others_take_their_place(publisher, samples):
-    """Also those of the process that took over the rank."""
-
-    def shown(worker, *paths):
-        copies = RankCopies(paths=tuple(CopyPath("in", *path) for path in paths))
-        publisher.reports = reports(reported(worker, copies, rank=1))
+    def shown(*paths):
+        publisher.reports = reports(RankCopies(paths=tuple(CopyPath("in", *path) for path in paths)), rank=1)
         publisher.publish()
         labelled = [(dict(labels), sample) for (name, *labels), sample in samples().items() if name == "copy_path"]
         assert all((each["direction"], each["rank"]) == ("in", "1") for each, _ in labelled)
         return {(each["path"], each["reason"]): sample for each, sample in labelled}
 
-    assert shown("first", ["kernel"], ["batch", "no"]) == {("kernel", ""): 1, ("batch", "no"): 0}
+    assert shown(["kernel"], ["batch", "no"]) == {("kernel", ""): 1, ("batch", "no"): 0}
     left = {("kernel", ""): 0, ("kernel", "late"): 0, ("batch", "no"): 0}
-    assert shown("second", ["kernel", "late"], ["spans"]) == {**left, ("spans", ""): 1}
+    assert shown(["kernel", "late"], ["spans"]) == {**left, ("spans", ""): 1}
 
 
 @pytest.mark.parametrize(("ledger", "side"), [(LeaseLedger, "prefill"), (FetchLedger, "decode")])

@@ -11,7 +11,6 @@ from fastdeploy_kvcache_v1.errors import ModelError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter, seats
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import storage as storage_module
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import MOST_HELD, EngineStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.storage.messages import Connect, Connected
@@ -299,11 +298,11 @@ def test_what_may_be_lost_is_doubted_where_passes_are_followed(follows_passes):
 def test_failed_copies_are_told_before_what_has_ended(follows_passes, unlisted_through):
     storage, _, told = storage_of(follows_passes=follows_passes)
     failed, progress = (CopyResult(3, *SWAP_OUT, 1, 0, 0.0, (7,), "injected"),), PassProgress(3, 1.0)
-    storage.copies_reported(CopyNews(failed, {0: 4, 1: 2}, unlisted_through, {1: progress}))
+    reports = [(0, WorkerReport(failed, 0.0, 4, unlisted_through=unlisted_through)), (1, WorkerReport(passes=progress))]
+    storage.copies_reported(reports)
     doubted = [("copies_doubted", unlisted_through)] * (unlisted_through >= 0)
-    ended = [("copies_reported", rank, WorkerReport((), 0.0, step)) for rank, step in ((0, 4), (1, 2))]
     news = [("passes", 1, progress)] * follows_passes
-    assert told == [*doubted, ("copies_reported", 0, WorkerReport(failed)), *ended, *news]
+    assert told == [*doubted, *(("copies_reported", *each) for each in reports), *news]
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,8 @@ def test_a_runner_has_its_cache_before_it_makes_its_proposer(
     emptied, monkeypatch, named, given, host_blocks, parts, draft_tokens, rows
 ):
     made, required, told, tried = [], [], [], []
-    reporter = SimpleNamespace(tell=None)
-    monkeypatch.setattr(patches, "CopyReporter", lambda socket, rank: reporter)
+    link = SimpleNamespace(send=None, listen=lambda handlers: None)
+    monkeypatch.setattr(patches, "rank_link", lambda config: link)
     active = SimpleNamespace(require_complete=required.append)
     monkeypatch.setattr(overlay, "active", lambda: active)
     monkeypatch.setattr(patches, "_worker_cache", None)

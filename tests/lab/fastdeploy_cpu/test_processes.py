@@ -24,7 +24,7 @@ from fastdeploy_kvcache_v1.lab.fastdeploy_cpu import (
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.leftovers import remove_files
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.rank_processes import rank_variables, run_ranks
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.token_channel import TokenReceiver, TokenSender
-from tests.fastdeploy_integration.test_copy_channel import wait_for
+from tests.link.test_link import wait_for
 
 PACKAGE = supervisor.__package__
 

@@ -12,6 +12,7 @@ from itertools import islice
 
 from ....contract.messages import BatchRequest, CacheLevel, PrefillTime, RankCopies, WorkerReport
 from ....contract.tool_calls import ends_in_tool_call
+from ....link.reports import FailedCopies
 from ....scheduler.cache_manager import CacheManager
 from ....scheduler.costs import PrefillCosts
 from ....storage.engine.store_link import Answer
@@ -121,6 +122,7 @@ class EngineCore:
         self._tool_call_ends = tool_call_ends
         self._num_ranks = num_ranks
         self._answers = RankAnswers(num_ranks)
+        self._failed_copies = FailedCopies(num_ranks)
         self.counters = EngineCounters([RankCopies() for _ in range(num_ranks)])
 
     @property
@@ -263,7 +265,7 @@ class EngineCore:
         """Take a rank's answer to the batch in flight. The step ends with the last one."""
         assert self._in_flight is not None, "the worker answered a batch that was not sent"
         retry = self._take_transfers(rank, answer.report)
-        result = self._answers.take_step(rank, answer)
+        result = self._answers.take(rank, answer)
         if result is None:
             self._retry(retry)
             return
@@ -339,11 +341,10 @@ class EngineCore:
         """Reasons by id for running requests that lost blocks to a failed copy."""
         self.counters.copies[rank] = report.copies or self.counters.copies[rank]
         affected: dict[str, str] = {}
-        for result in self._answers.take_report(rank, report).transfers:
-            if not result.ok:
-                reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
-                logger.warning("step %d: %s", result.step, reason)
-                affected.update(dict.fromkeys(self.manager.transfer_failed(result), reason))
+        for result in self._failed_copies.take(rank, report):
+            reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
+            logger.warning("step %d: %s", result.step, reason)
+            affected.update(dict.fromkeys(self.manager.transfer_failed(result), reason))
         if self.storage is not None:
             self.storage.copies_reported(rank, report)
         return affected
