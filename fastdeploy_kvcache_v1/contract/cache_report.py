@@ -1,11 +1,11 @@
-"""CacheReport: what a server tells `fastdeploy-kvcache explain`. Its metrics have the rest.
+"""CacheReport: what a server tells `fastdeploy-kvcache explain`.
 
 A report has no text, token or salt. A salted prompt cannot be recognized without its salt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +14,10 @@ from .misses import Miss
 PATH = "/v1/cache/explain"
 MOST_LISTED = 512
 """Requests that a report lists at most."""
+
+Labels = Mapping[str, str]
+Metrics = Mapping[str, Sequence[tuple[Labels, float]]]
+"""Samples by name, without prefix."""
 
 
 class RequestMiss(msgspec.Struct, frozen=True):
@@ -37,10 +41,13 @@ class CacheReport(msgspec.Struct, frozen=True):
     server: str
     """Random name of this cache manager: two servers behind one address have two."""
     block_size: int
+    block_bytes: int
+    """On all ranks together, 0 for unknown."""
     device_blocks: int
     host_blocks: int
     requests: list[RequestMiss]
     """The latest ones, the newest last."""
+    metrics: Metrics
 
 
 def missed(requests: Iterable[RequestMiss]) -> int:

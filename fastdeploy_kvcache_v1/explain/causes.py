@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from ..contract.cache_report import CacheReport, RequestMiss, missed
+from ..contract.cache_report import CacheReport, Metrics, RequestMiss, missed
 
 WORTH_ACTING = 0.03
 """Share of the prompt tokens that a cause must cost."""
@@ -22,10 +22,6 @@ LEAST_REQUESTS = 4
 """Requests that make a pattern."""
 
 EVICTED = ("evicted_device", "evicted_host", "evicted_storage", "store_absent")
-
-Labels = Mapping[str, str]
-Metrics = Mapping[str, Sequence[tuple[Labels, float]]]
-"""Samples by name, without prefix."""
 
 
 class Cause(NamedTuple):
@@ -40,10 +36,9 @@ class Cause(NamedTuple):
 
 @dataclass
 class Seen:
-    """A server's report and metrics, and the blocks that other servers behind the same address computed."""
+    """A server's report, and the blocks that other servers behind the same address computed."""
 
     report: CacheReport
-    metrics: Metrics
     computed_elsewhere: frozenset[str] = frozenset()
     """Digests of first missing blocks that other servers missed too, and so computed."""
     by_reason: Mapping[str, Sequence[RequestMiss]] = field(init=False)
@@ -62,16 +57,13 @@ class Seen:
     def share(self, rows: Iterable[RequestMiss]) -> float:
         return missed(rows) / self.prompt_tokens if self.prompt_tokens else 0.0
 
+    @property
+    def metrics(self) -> Metrics:
+        return self.report.metrics
+
     def value(self, name: str, **labels: str) -> float:
         """Sum of the samples of a metric with these labels; 0 without one."""
         return sum(value for found, value in self.metrics.get(name, ()) if labels.items() <= found.items())
-
-    @property
-    def block_bytes(self) -> float:
-        """Bytes of a block on the host, all ranks together; 0 while none was copied."""
-        blocks = self.value("swap_blocks_total")
-        ranks = {labels.get("rank") for labels, _ in self.metrics.get("swap_blocks_total", ())}
-        return len(ranks) * self.value("swap_bytes_total") / blocks if blocks else 0.0
 
 
 def other_server(seen: Seen) -> Cause | None:
@@ -232,7 +224,8 @@ def _how_much(seen: Seen, rows: Sequence[RequestMiss]) -> str:
     if not short:
         return ""
     most = short[len(short) * 4 // 5]
-    size = f" ({most * seen.block_bytes / 2**30:.3g} GiB)" if seen.block_bytes else ""
+    block_bytes = seen.report.block_bytes
+    size = f" ({most * block_bytes / 2**30:.3g} GiB)" if block_bytes else ""
     return f": {most} blocks more{size} would have held what four of five of them missed"
 
 

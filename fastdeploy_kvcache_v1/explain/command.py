@@ -9,8 +9,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,8 +17,7 @@ from ..contract.cache_report import PATH, CacheReport, RequestMiss, missed
 from ..contract.plan import PATH as PLAN_PATH
 from ..contract.plan import Plan
 from ..errors import ConfigError
-from ..telemetry.metrics import PREFIX
-from .causes import Cause, Metrics, Seen, causes
+from .causes import Cause, Seen, causes
 from .sizes import told
 
 HEALTHY, WORTH_ACTING, UNREACHABLE = 0, 1, 2
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.plan:
             return _print_plan(args)
-        servers = [_seen(report, args) for report in _reports(args)]
+        servers = [Seen(report) for report in _reports(args)]
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         reason = HINTS.get(getattr(error, "code", 0), getattr(error, "reason", error))
         print(f"fastdeploy-kvcache explain: no answer from {args.url}: {reason}", file=sys.stderr)
@@ -111,22 +109,6 @@ def _reports(args: argparse.Namespace) -> list[CacheReport]:
 def _require_http(args: argparse.Namespace) -> None:
     if urllib.parse.urlsplit(args.url).scheme not in ("http", "https"):
         raise ConfigError(f"--url must begin with http:// or https://, got {args.url!r}")
-
-
-def _seen(report: CacheReport, args: argparse.Namespace) -> Seen:
-    return Seen(report, read_metrics(_get(args, "/metrics").decode()))
-
-
-def read_metrics(text: str) -> Metrics:
-    """Read the samples of this package from Prometheus' text format."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    found: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith(PREFIX):
-                found[sample.name.removeprefix(PREFIX)].append((sample.labels, sample.value))
-    return found
 
 
 def _compare(servers: Sequence[Seen]) -> None:

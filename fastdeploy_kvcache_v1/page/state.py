@@ -5,7 +5,7 @@ Page and data have no text, token, hash or salt. The page needs no other file an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -17,7 +17,6 @@ from .. import __version__
 from ..contract.cache_report import CacheReport, missed
 from ..explain.causes import Seen, causes
 from ..telemetry.drawing import STYLE
-from ..telemetry.metrics import samples_of
 
 PAGE_PATH = "/debug/cache"
 STATE_PATH = "/v1/cache/state"
@@ -43,29 +42,21 @@ def document() -> str:
     return (files(__package__) / "page.html").read_text("utf-8").replace("/* colours */", STYLE)
 
 
-def state(
-    report: CacheReport,
-    parts: Iterable[tuple[object, tuple[str, ...]]],
-    snapshot: object,
-    block_bytes: int,
-    times: Sequence[Any] = (),
-) -> dict[str, Any]:
+def state(report: CacheReport, snapshot: object, times: Sequence[Any] = ()) -> dict[str, Any]:
     """Make the data of the page, as values of JSON. It takes a millisecond.
 
-    `parts`: exported objects, each with the values of the labels that the server adds. `snapshot`: the cache's.
-    `block_bytes`: on all ranks together, 0 for unknown. `times`: named tuples with the seconds of the latest requests,
-    where the server knows them.
+    `snapshot`: the cache's. `times`: named tuples with the seconds of the latest requests, where the server knows them.
     """
-    seen = Seen(report, samples_of(parts))
+    seen = Seen(report)
     shown = {
         "version": __version__,
-        "report": msgspec.structs.replace(report, requests=report.requests[-SHOWN:]),
+        "report": msgspec.structs.replace(report, requests=report.requests[-SHOWN:], metrics={}),
         "num_requests": len(report.requests),
         "prompt_tokens": seen.prompt_tokens,
         "missed_tokens": {reason: missed(rows) for reason, rows in seen.by_reason.items()},
         "causes": [cause._asdict() for cause in causes(seen)],
-        "block_bytes": block_bytes or seen.block_bytes,
-        "metrics": seen.metrics,
+        "block_bytes": report.block_bytes,
+        "metrics": report.metrics,
         "cache": snapshot,
         "times": [each._asdict() for each in times],
     }

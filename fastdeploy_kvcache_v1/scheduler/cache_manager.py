@@ -43,6 +43,7 @@ from ..contract.messages import (
 from ..contract.misses import Miss, MissReason, StoredPrefix
 from ..contract.sessions import SessionHint
 from ..errors import BlockPoolError, CacheStateError, ConfigError
+from ..telemetry.metrics import Parts, samples_of
 from .block_pool import BlockPool
 from .cache_stats import CacheStats, Counters
 from .copies_by_step import CopiesByStep
@@ -479,12 +480,13 @@ class CacheManager:
         with self._lock:
             self.misses.tell_stored(request_id, stored)
 
-    def report(self) -> CacheReport:
-        """Tell what the latest requests missed, and why. Takes milliseconds, independent of the size of the cache."""
+    def report(self, parts: Parts = ()) -> CacheReport:
+        """Tell what the latest requests missed, and why, and the metrics of `parts`. Takes milliseconds."""
         with self._lock:
             device, host = self._device_pool.size, self._host_pool.size
             requests = self.misses.latest(MOST_LISTED)
-        return CacheReport(self._name, self.config.block_size, device, host, requests)
+        block_size, block_bytes = self.config.block_size, self.config.block_bytes
+        return CacheReport(self._name, block_size, block_bytes, device, host, requests, samples_of(parts))
 
     def traffic(self) -> Traffic:
         """Return the latest requests, for `sizing`. It takes 10 ms, and the lock for less than 1 ms."""

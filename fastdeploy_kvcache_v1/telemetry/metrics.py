@@ -147,17 +147,18 @@ def source_of(exported: object) -> Source:
     return found
 
 
-def samples_of(parts: Iterable[tuple[object, tuple[str, ...]]]) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Return labels and numbers by name, as `/metrics` shows them without `PREFIX` and histograms.
+Parts = Iterable[tuple[object, tuple[str, ...]]]
+"""Exported objects, each with the values of the labels that the server adds."""
 
-    `parts`: exported objects, each with the values of the labels that the server adds.
-    """
+
+def samples_of(parts: Parts) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Return labels and numbers by name, as `/metrics` shows them without `PREFIX` and histograms."""
     found: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
     for part, added in parts:
         for metric in source_of(part).numbers:
             name = f"{metric.name}_total" if metric.kind is Kind.COUNTER else metric.name
             for labels, value in metric.samples(part):
-                found[name].append((dict(zip(metric.label_names, (*labels, *added), strict=True)), value))
+                found[name].append((dict(zip(metric.label_names, (*labels, *added), strict=True)), float(value)))
     return found
 
 

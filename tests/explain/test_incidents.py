@@ -16,6 +16,7 @@ from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.explain import command
+from fastdeploy_kvcache_v1.scheduler import cache_manager
 from tests.lab.server.served import running
 
 URL = "http://cache.example:8188"
@@ -149,7 +150,7 @@ def test_failures_of_long_ago_are_no_cause(explain, monkeypatch):
         visit(server, rounds=8)
         old = {name: [({}, 3.0)] for name in ("transfer_failures_total", "storage_damaged_blocks_total")}
         old |= {f"storage_{name}_total": [({}, 3.0)] for name in ("failures", "query_failures")}
-        monkeypatch.setattr(command, "read_metrics", lambda text: old)
+        monkeypatch.setattr(cache_manager, "samples_of", lambda parts: old)
         assert first_cause(explain(server)) is None
 
 

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 
 from fastdeploy_kvcache_v1.explain import command
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.settings import free_ports
 from fastdeploy_kvcache_v1.lab.model.directory import write_seed
 from fastdeploy_kvcache_v1.page.state import PAGE_PATH, STATE_PATH
 from fastdeploy_kvcache_v1.page.state import document as html
@@ -35,11 +36,14 @@ def server(release, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other(release, tmp_path_factory):
-    """A second server, which asks for a key. A copy path is refused there, and all copies to the host fail."""
+    """A second server, which asks for a key and has its metrics at another port. A copy path is refused there, and all
+    copies to the host fail.
+    """
     faults = {"fail": {"swap_out": "all"}}
     variables = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults), "PYTHONPATH": str(REFUSED_COPIES)}
     variables["FD_API_KEY"] = KEY
-    with started(release, tmp_path_factory.mktemp("other"), *FLAGS, environment=variables) as (running, client):
+    flags = *FLAGS, "--metrics-port", str(*free_ports("127.0.0.1", 0))
+    with started(release, tmp_path_factory.mktemp("other"), *flags, environment=variables) as (running, client):
         client.api_key = KEY
         yield SimpleNamespace(url=running.url, ask=partial(cpu_server.ask, client, max_tokens=1))
 

@@ -57,14 +57,14 @@ def _tell_return(cache: PrefixCacheAdapter, told: Any) -> dict[str, Any]:
 
 
 def _report(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
-    return msgspec.to_builtins(cache.manager.report())  # type: ignore[no-any-return]
+    assert isinstance(cache, EnginePrefixCache)
+    return msgspec.to_builtins(cache.manager.report(cache.publisher.parts()))  # type: ignore[no-any-return]
 
 
 def _state(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:
     assert isinstance(cache, EnginePrefixCache)
-    manager, stored = cache.manager, () if cache.storage is None else cache.storage.tier.known
-    snapshot = manager.snapshot(stored=stored)
-    return state(manager.report(), cache.publisher.parts(), snapshot, manager.config.block_bytes)
+    stored = () if cache.storage is None else cache.storage.tier.known
+    return state(cache.manager.report(cache.publisher.parts()), cache.manager.snapshot(stored=stored))
 
 
 def _plan(cache: PrefixCacheAdapter, given: Any) -> dict[str, Any]:

@@ -207,7 +207,8 @@ def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, met
     @readable(app, REPORT_PATH)
     def cache_report() -> Response:
         """Tell what the latest requests missed, and why; `fastdeploy-kvcache explain` reads it."""
-        return Response(msgspec.json.encode(engine.core.manager.report()), media_type="application/json")
+        report = engine.core.manager.report(parts(engine.core))
+        return Response(msgspec.json.encode(report), media_type="application/json")
 
     planner = Planner(engine.core.manager)
 
@@ -253,7 +254,7 @@ def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, met
         core, manager = engine.core, engine.core.manager
         times = await _on_engine(engine, lambda core: core.requests(MOST_TIMES))
         snapshot = manager.snapshot(stored=() if core.storage is None else core.storage.known)
-        shown = state(manager.report(), parts(core), snapshot, manager.config.block_bytes, times)
+        shown = state(manager.report(parts(core)), snapshot, times)
         return Response(msgspec.json.encode(shown), media_type="application/json")
 
 

@@ -141,10 +141,10 @@ def test_control_request_has_neither_id_nor_salt(server):
 
 def test_long_answer_is_cut_off_in_both_logs(server, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    report = {"requests": [{"request_id": "a" * 40}] * 512}
-    manager = server.engine.service.resource_manager.cache_manager.manager
-    monkeypatch.setattr(manager, "report", lambda: report)
-    assert server.client.get("/v1/cache/explain").json() == report
+    plan = {"sizes": [{"tier": "a" * 40}] * 512}
+    planner = server.engine.service.resource_manager.cache_manager.planner
+    monkeypatch.setattr(planner, "plan", lambda: plan)
+    assert server.client.get("/v1/cache/plan").json() == plan
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("tests.")]
     assert [len(line) for line in lines] == [303, 303]
 

@@ -1,10 +1,13 @@
 """The live page and its data: counts and seconds, bounded, and nothing of a prompt."""
 
-import pytest
+from collections import defaultdict
 
-from fastdeploy_kvcache_v1.explain.command import read_metrics
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from fastdeploy_kvcache_v1.lab.server.engine.request_times import RequestReport
 from fastdeploy_kvcache_v1.page.state import SHOWN
+from fastdeploy_kvcache_v1.telemetry.metrics import PREFIX
 from tests.lab.server.harness import expected_outputs
 from tests.lab.server.random_text import BOS
 
@@ -32,7 +35,7 @@ def test_state_lists_the_runs_of_a_prompt(server):
     assert cache["block_size"] == 4
     assert cache["device"]["cached"] == sum(len(run["device_slots"]) for run in cache["runs"]) > 8
     assert cache["device"]["size"] == 64
-    assert state["block_bytes"] == 0, "neither known nor copied"
+    assert state["block_bytes"] == 0, "not known"
     assert (cache["num_requests"], cache["host"]["size"]) == (0, 16)
     assert cache["runs"][0]["parent"] is None
 
@@ -64,7 +67,10 @@ def test_state_adds_up_more_requests_than_it_lists(server):
 def test_state_has_the_numbers_of_the_metrics(server):
     server.complete(prompt=PROMPT)
     shown = {name: [*map(tuple, each)] for name, each in state_of(server)["metrics"].items()}
-    metrics = read_metrics(server.client.get("/metrics").text)
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    metrics = defaultdict(list)
+    for sample in (sample for family in families for sample in family.samples):
+        metrics[sample.name.removeprefix(PREFIX)].append((sample.labels, sample.value))
     assert shown == {name: metrics[name] for name in shown}
     left_out = {name for name in metrics.keys() - shown.keys() if name.endswith("_total")}
     assert left_out == {"unknown_request_fields_total"}
