@@ -46,6 +46,13 @@ def host_layout(config: Any, attention_backend: str) -> CacheLayout:
     return made.layout
 
 
+def num_kv_heads(config: Any, attention_backend: str) -> int | None:
+    """Of all ranks together; None for a latent cache, whole on each rank."""
+    if "num_kv_heads" not in needed_numbers(family_of(attention_backend)):
+        return None
+    return int(getattr(config.model_config, _IN_CONFIGURATION["num_kv_heads"]))
+
+
 def block_bytes(config: Any, attention_backend: str) -> int:
     """Bytes of a block on all ranks together; 0 where no layout fits, which only copies refuse."""
     try:

@@ -44,14 +44,21 @@ def check_settings(settings: StorageSettings) -> None:
     settings.kind.check(settings, None)
 
 
+def device_link(commands_addresses: Sequence[str], results_address: str) -> StorageLink:
+    """The engine's end of the agents of a store over the device tier, whose questions go to rank 0. Raises
+    `zmq.ZMQError`.
+    """
+    from .attention_store.agent import NUM_LANES
+
+    return StorageLink(commands_addresses, results_address, open_backend=None, lanes_per_agent=NUM_LANES)
+
+
 def make_link(
     settings: StorageSettings, commands_addresses: Sequence[str], results_address: str
 ) -> StorageLink | AgentsLink:
     """The engine's end of the agents. Raises `zmq.ZMQError`."""
-    if settings.uses_device_tier:  # its questions go to rank 0, where there is device memory
-        from .attention_store.agent import NUM_LANES
-
-        return StorageLink(commands_addresses, results_address, open_backend=None, lanes_per_agent=NUM_LANES)
+    if settings.uses_device_tier:
+        return device_link(commands_addresses, results_address)
     return AgentsLink(StorageLink(commands_addresses, results_address, open_backend=partial(open_backend, settings)))
 
 

@@ -166,7 +166,7 @@ class StoreProcess:
         self._limits = limits
         self._on_answer: Callable[[Answer], None] = lambda answer: None
         self._memories: dict[int, _Memory] = {}
-        self._released: list[Callable[[], None]] = []
+        self._released: list[Callable[[], object]] = []
         """Told once nothing maps memory that was dropped."""
         self._namespace: Namespace | None = None
         self._child: _Child | None = None
@@ -197,7 +197,7 @@ class StoreProcess:
         memory = _Memory(closed_in_children(file), num_slots, slot_bytes)
         self._post(lambda: self._memories.__setitem__(rank, memory))
 
-    def drop_memory(self, rank: int, released: Callable[[], None] = lambda: None) -> None:
+    def drop_memory(self, rank: int, released: Callable[[], object] = lambda: None) -> None:
         """The host tier of `rank` is about to lose its memory. `released` is called when no other process maps it.
 
         Before a store is asked for in new memory, `StorageTier.cache_reset` must have forgotten what was in this one.
@@ -342,7 +342,7 @@ class StoreProcess:
         if self._child is not None and self._child.ending is None:
             self._name(self._child, namespace)
 
-    def _drop(self, rank: int, released: Callable[[], None]) -> None:
+    def _drop(self, rank: int, released: Callable[[], object]) -> None:
         memory = self._memories.pop(rank, None)
         if memory is not None:
             memory.file.close()

@@ -39,10 +39,9 @@ class CacheController:
         rank: int = 0,
         device: int = 0,
         host_trailer_bytes: int = 0,
-        host_is_shared: bool = False,
         copies: RankCopies | None = None,
     ) -> None:
-        """`host_trailer_bytes`, `host_is_shared`: see `HostPool`. `copies`: counts of an earlier controller."""
+        """`host_trailer_bytes`: see `HostPool`. `copies`: counts of an earlier controller."""
         if layer_timeout_s <= 0:
             raise ConfigError(f"layer_timeout_s must be positive, got {layer_timeout_s}")
         self._backend = backend
@@ -50,7 +49,6 @@ class CacheController:
         self._layer_timeout_s = layer_timeout_s
         self._rank, self._device = rank, device
         self._host_trailer_bytes = host_trailer_bytes
-        self._host_is_shared = host_is_shared
         self.copies = RankCopies() if copies is None else copies
         self._open: _Caches | None = None
         self._kept: HostPool | None = None
@@ -97,13 +95,7 @@ class CacheController:
         if self._kept is not None and self._keeps(num_blocks):
             return self._kept
         self.free()
-        return HostPool(
-            self._backend.layout,
-            num_blocks,
-            self._runtime,
-            trailer_bytes=self._host_trailer_bytes,
-            shared=self._host_is_shared,
-        )
+        return HostPool(self._backend.layout, num_blocks, self._runtime, trailer_bytes=self._host_trailer_bytes)
 
     def _keeps(self, num_blocks: int) -> bool:
         kept = self._kept

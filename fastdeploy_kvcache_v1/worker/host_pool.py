@@ -24,9 +24,8 @@ class HostPool:
         runtime: Runtime,
         *,
         trailer_bytes: int = 0,
-        shared: bool = False,
     ) -> None:
-        """`shared`: other processes can map its memory."""
+        """With a trailer, which is the store's, other processes can map the memory."""
         if num_blocks < 0:
             raise CacheStateError(f"a host pool cannot have {num_blocks} blocks")
         self.layout = layout
@@ -39,7 +38,7 @@ class HostPool:
         """Rows of the host blocks per layer and role; empty for an empty or freed pool."""
         if num_blocks:
             runtime.require_memory(device_bytes=0, host_bytes=self.nbytes)
-            self._buffer = runtime.allocate_host(self.nbytes, shared=shared)
+            self._buffer = runtime.allocate_host(self.nbytes, shared=trailer_bytes > 0)
             self.layers = self._rows(self._buffer)
 
     def _rows(self, buffer: HostBuffer) -> tuple[LayerRows, ...]:

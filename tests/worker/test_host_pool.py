@@ -27,7 +27,7 @@ def pool():
 
 
 def test_a_shared_pool_is_mapped_by_other_processes():
-    pool = HostPool(LAYOUT, 5, CpuRuntime(), trailer_bytes=64, shared=True)
+    pool = HostPool(LAYOUT, 5, CpuRuntime(), trailer_bytes=64)
     file = pool.buffer.file
     with mmap.mmap(file, 5 * pool.slot_bytes) as other:
         pool.slot(3)[:] = 7

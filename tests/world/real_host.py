@@ -400,7 +400,8 @@ class RealRoles(Between):
         return [*both, *((16, each) for each in ours), (40, self.turn), (5, self.go_on_pausing), (0.5, self.pause)]
 
     def turn(self, rng: random.Random) -> None:
-        for part in (self.bring, self.ask, self.prefill.turn, self.arrive, self.end_transfer, self.hear, self.decode.turn):
+        prefill, decode = self.prefill, self.decode
+        for part in (self.bring, self.ask, prefill.turn, self.arrive, self.end_transfer, self.hear, decode.turn):
             part(rng)
 
     def check(self) -> None:

@@ -64,8 +64,8 @@ class RankMemory(RankStorage):
     def use(self, controller: Any) -> None:
         self.controller = controller
 
-    def let_go(self) -> bool:
-        return True
+    def let_go(self) -> None:
+        """Do nothing: here the store forgets nothing late."""
 
     def read(self, slot: int) -> Any:
         return np.stack(self._parts(slot))

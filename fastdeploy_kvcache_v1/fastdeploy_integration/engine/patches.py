@@ -21,7 +21,11 @@ from ...contract.tool_calls import tool_call_ends
 from ...errors import ConfigError, KVCacheError, StorageError
 from ...link.engine import EngineLink
 from ...link.reports import Reports
-from ...storage.backends import check_settings, make_link, make_tier
+from ...storage.backends import check_settings, device_link, make_tier
+from ...storage.engine.link import StorageLink
+from ...storage.host_memory import memory_handlers
+from ...storage.parts import Parts
+from ...storage.process import StoreProcess
 from ...storage.settings import StorageSettings
 from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from ...telemetry.trace_recorder import TraceRecorder
@@ -166,9 +170,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         storage = self._storage_settings
         has_reports = self.num_cpu_blocks or (storage is not None and storage.uses_device_tier)
         if cache_config.enable_prefix_caching and has_reports and self.link is None:
-            self._listen_to_workers(int(engine_worker_queue_port), tensor_parallel_size)
-            if storage is not None:
-                self._open_storage(storage, engine_worker_queue_port, tensor_parallel_size)
+            self._listen_to_workers(int(engine_worker_queue_port), tensor_parallel_size, storage)
         is_legacy = self._may_update_weights and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS
         if cache_config.enable_prefix_caching and is_legacy and self.updates is None:
             port = engine_worker_queue_port
@@ -184,29 +186,43 @@ class EnginePrefixCache(PrefixCacheAdapter):
             self.updates.start()
         return []
 
-    def _listen_to_workers(self, queue_port: int, num_ranks: int) -> None:
-        """Serving does not depend on it: without reports their metrics stay at 0, and a failed copy is found later."""
+    def _listen_to_workers(self, queue_port: int, num_ranks: int, chosen: StorageSettings | None) -> None:
+        """Serving does not depend on reports: without them their metrics stay at 0, and a failed copy is found later.
+
+        Storage does. Raises `ConfigError`.
+        """
         try:
             self.link = engine_link(queue_port, num_ranks, _logger())
         except ConfigError as error:
+            if chosen is not None:
+                raise
             _logger().warning("metrics of copies stay 0: %s", error)
             return
         Finalize(None, self.link.close, exitpriority=0)  # also at the end of a forked data parallel engine
         self.reports = self.publisher.reports = Reports(num_ranks)
         self.handlers[WorkerReport] = self.reports.put
-        self.link.listen(self.handlers, lambda rank: _logger().warning("worker rank %d is gone", rank))
+        storage = None if chosen is None else self._make_storage(self.link, chosen, queue_port)
+        self.link.listen(self.handlers, self._rank_gone)
+        if storage is not None and chosen is not None:
+            self._start_storage(storage, chosen)
 
-    def _open_storage(self, chosen: StorageSettings, queue_port: int, num_ranks: int) -> None:
+    def _rank_gone(self, rank: int) -> None:
+        _logger().warning("worker rank %d is gone", rank)
+        if isinstance(store := None if self.storage is None else self.storage.link, StoreProcess):
+            store.drop_memory(rank)
+
+    def _make_storage(self, ranks: EngineLink, chosen: StorageSettings, queue_port: int) -> EngineStorage:
         """Raises `ConfigError`."""
         from fastdeploy import envs
 
-        if self.link is None:
-            raise ConfigError("storage needs the workers' reports, whose socket failed: see the warning before")
-        commands = [settings.storage_address(queue_port, rank) for rank in range(num_ranks)]
-        try:
-            link = make_link(chosen, commands, settings.storage_address(queue_port))
-        except zmq.ZMQError as error:
-            raise ConfigError(f"storage cannot make its sockets {commands}: {error}; set TMPDIR") from None
+        link: StoreProcess | StorageLink
+        if chosen.uses_device_tier:
+            link = _agents_link(queue_port, ranks.num_ranks)
+        else:
+            heads = swap_space.num_kv_heads(self._config, envs.FD_ATTENTION_BACKEND)
+            link = StoreProcess(chosen, Parts.of(ranks.num_ranks, heads))
+            self.handlers.update(memory_handlers(ranks, link))
+        num_ranks = ranks.num_ranks
         passes = RankPasses(num_ranks) if chosen.uses_device_tier and not chosen.flush_only else None
         digest = settings_digest(self._config, envs.environment_variables)  # now: FastDeploy goes on writing into it
         storage = EngineStorage(
@@ -219,6 +235,10 @@ class EnginePrefixCache(PrefixCacheAdapter):
         )
         Finalize(None, storage.close, exitpriority=1)  # before the directory of its sockets goes
         self.publisher.add(storage.tier)
+        return storage
+
+    def _start_storage(self, storage: EngineStorage, chosen: StorageSettings) -> None:
+        """Raises `ConfigError`."""
         if not has_weights_of_directory(self._config):
             storage.weights_changed()
         if chosen.uses_device_tier:
@@ -263,6 +283,15 @@ class EnginePrefixCache(PrefixCacheAdapter):
         self.measured({rank: report.prefills for rank, report in reports})
         if self.storage is not None:
             self.storage.copies_reported(reports)
+
+
+def _agents_link(queue_port: int, num_ranks: int) -> StorageLink:
+    """Raises `ConfigError`."""
+    commands = [settings.storage_address(queue_port, rank) for rank in range(num_ranks)]
+    try:
+        return device_link(commands, settings.storage_address(queue_port))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"storage cannot make its sockets {commands}: {error}; set TMPDIR") from None
 
 
 def _check_storage(chosen: StorageSettings) -> None:

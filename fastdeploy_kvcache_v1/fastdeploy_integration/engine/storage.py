@@ -18,12 +18,12 @@ from typing import Any
 
 from ...contract.messages import SwapStep, WorkerReport
 from ...errors import KVCacheError, StorageError
-from ...storage.engine.agents_link import AgentsLink
 from ...storage.engine.link import StorageLink
 from ...storage.engine.store_link import Answer
 from ...storage.engine.tier import StorageTier
 from ...storage.messages import Connect, Connected
 from ...storage.namespace import Namespace
+from ...storage.process import StoreProcess
 from .rank_passes import RankPasses
 from .task_tokens import TaskTokens
 
@@ -53,7 +53,7 @@ class EngineStorage:
     def __init__(
         self,
         tier: StorageTier,
-        link: StorageLink | AgentsLink,
+        link: StoreProcess | StorageLink,
         *,
         lock: threading.RLock,
         find_namespace: Callable[[], Namespace],
@@ -62,7 +62,7 @@ class EngineStorage:
     ) -> None:
         """`find_namespace` reads the whole model. `passes`: those of `tier`, where it must know when they end."""
         self.tier = tier
-        self._link = link
+        self.link = link
         self._lock: Any = lock
         self._find_namespace = find_namespace
         self._passes = passes
@@ -88,29 +88,30 @@ class EngineStorage:
         """Listen to the workers' storage threads, and look for the namespace on a thread, or as `run` does: requests
         are served without storage until it is found.
         """
-        self._link.listen(self._take)
+        self.link.listen(self._take)
         if run is not None:
             run(self._find)
         else:
             threading.Thread(target=self._find, name="kv-storage-name", daemon=True).start()
 
     def start_connected(self) -> None:
-        """As `start`, but returns when every rank can use the store, which may take minutes.
+        """As `start`, over a link to agents: returns when every rank can use the store, which may take minutes.
 
         Raises `KVCacheError` when that does not come about.
         """
-        self._link.listen(self._take)
+        link: Any = self.link
+        link.listen(self._take)
         self._namespace = self._find_namespace()
         deadline = time.monotonic() + WORKERS_TIMEOUT_S
-        while not self._link.is_ready:
+        while not link.is_ready:
             if time.monotonic() > deadline:
                 raise StorageError("got no answer from the workers' storage threads: see log/workerlog.N")
             time.sleep(0.01)
         with self._lock:
             self._name()
-        self._link.send(Connect())
+        link.send(Connect())
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        for _ in range(self._link.num_ranks):
+        for _ in range(link.num_ranks):
             try:
                 answer = self._connected.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
@@ -126,7 +127,7 @@ class EngineStorage:
 
     def close(self) -> None:
         """Nothing is loaded or stored any more. Idempotent."""
-        self._link.close()
+        self.link.close()
 
     def _find(self) -> None:
         try:
@@ -295,7 +296,7 @@ class EngineStorage:
             self._log.info("the weights may be other ones: blocks stored before are not used any more")
 
     def _name(self) -> None:
-        if self._is_named or self._namespace is None or not self._link.is_ready:
+        if self._is_named or self._namespace is None:
             return
         self._is_named = True
         epoch = self._weight_epoch or self._namespace.weight_epoch

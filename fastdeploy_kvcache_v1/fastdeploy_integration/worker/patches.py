@@ -39,6 +39,13 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 
     cache = config.cache_config
     link = rank_link(config)
+    storage = rank_storage(
+        config,
+        link,
+        device_id=int(_argument(args, kwargs, 2, "device_id", 0)),
+        on_gpu=True,
+        enter_thread=_enter_current_device,
+    )
     num_host_blocks = int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0
     if num_host_blocks:
         # The trial of copies runs in other processes, which need room on the GPU and must be gone before FastDeploy
@@ -53,14 +60,9 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         expected_block_bytes=settings.host_block_bytes(),
         keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         tell_copies=ReportSender(link.send),
-        storage=rank_storage(
-            config,
-            device_id=int(_argument(args, kwargs, 2, "device_id", 0)),
-            on_gpu=True,
-            enter_thread=_enter_current_device,
-        ),
+        storage=storage,
     )
-    link.listen({})
+    link.listen({} if storage is None else storage.handlers)
     wrapped(*args, **kwargs)
 
 

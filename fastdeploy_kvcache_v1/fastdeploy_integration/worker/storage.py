@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...storage.agent import StorageAgent
+from ...link.rank import RankLink
 from ...storage.attention_store.agent import AttentionStoreAgent
 from ...storage.attention_store.sdk import DeviceCaches
-from ...storage.backends import open_backend
-from ...storage.base import SlotMemory
+from ...storage.host_memory import RankMemory
 from ...storage.seal import TRAILER_BYTES
 from ...storage.settings import StorageSettings
 from ...worker.cache_controller import CacheController
@@ -23,9 +21,9 @@ class RankStorage(ABC):
     """Moves blocks of one rank to and from the store on its own threads. Only the worker's event loop calls it."""
 
     host_trailer_bytes = 0
-    """Bytes behind each host slot for the store's seal of a block."""
-    host_is_shared = False
-    """True: other processes map the host tier."""
+    """Bytes behind each host slot for the store's seal of a block. With any, other processes map the host tier."""
+    handlers: Mapping[type, Callable[[Any], None]] = {}  # never written
+    """Of messages of the engine, for the link to it."""
     uses_device_tier = False
     """True: blocks go from and to the device tier, so the engine must know when passes have ended."""
 
@@ -34,28 +32,26 @@ class RankStorage(ABC):
         """Call once the tiers have memory."""
 
     @abstractmethod
-    def let_go(self) -> bool:
-        """Call before the tiers lose their memory. Returns False if the host tier's memory must stay."""
+    def let_go(self) -> None:
+        """Call before the tiers lose their memory."""
 
 
 class HostStorage(RankStorage):
-    """Blocks go through the host tier."""
+    """The store process maps the host tier."""
 
     host_trailer_bytes = TRAILER_BYTES
 
-    def __init__(self, settings: StorageSettings, addresses: tuple[str, str], rank: int) -> None:
-        """Starts the threads. `addresses`: of the agent's commands and of its answers."""
-        self.host_is_shared = settings.needs_shared_memory
-        open_own = partial(open_backend, settings, rank=rank)
-        self._agent = StorageAgent(*addresses, rank=rank, open_backend=open_own)
+    def __init__(self, link: RankLink) -> None:
+        self._memory = RankMemory(link)
+        self.handlers = self._memory.handlers
 
     def use(self, controller: CacheController) -> None:
         pool = controller.host_pool
-        memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
-        self._agent.use(pool.memory_of_slot, memory)
+        assert pool.buffer.file is not None, "it was made to be shared"
+        self._memory.use(pool.buffer.file, pool.num_blocks, pool.slot_bytes)
 
-    def let_go(self) -> bool:
-        return self._agent.let_go()
+    def let_go(self) -> None:
+        self._memory.let_go()
 
 
 class DeviceStorage(RankStorage):
@@ -75,14 +71,18 @@ class DeviceStorage(RankStorage):
             )
         )
 
-    def let_go(self) -> bool:
-        """The agent itself keeps the tensors if it must. It does not use the host tier."""
+    def let_go(self) -> None:
+        """The agent itself keeps the tensors if it must."""
         self._agent.let_go()
-        return True
 
 
 def rank_storage(
-    config: Any, *, device_id: int = 0, on_gpu: bool = False, enter_thread: Callable[[], None] = lambda: None
+    config: Any,
+    link: RankLink,
+    *,
+    device_id: int = 0,
+    on_gpu: bool = False,
+    enter_thread: Callable[[], None] = lambda: None,
 ) -> RankStorage | None:
     """Storage of the rank that an `FDConfig` describes. None without storage, prefix caching, or the tier it needs.
 
@@ -92,10 +92,10 @@ def rank_storage(
     settings = storage_settings(cache)
     if settings is None or not cache.enable_prefix_caching:
         return None
+    if not settings.uses_device_tier:
+        return HostStorage(link) if cache.num_cpu_blocks else None
     port, rank = int(ranks.local_engine_worker_queue_port), int(ranks.tensor_parallel_rank)
     addresses = storage_address(port, rank), storage_address(port)
-    if not settings.uses_device_tier:
-        return HostStorage(settings, addresses, rank) if cache.num_cpu_blocks else None
     agent = AttentionStoreAgent(
         *addresses,
         rank=rank,

@@ -108,8 +108,9 @@ class WorkerCache:
         self._latest = self.current_counter = self._running = None
         self._tables.clear()
         if self._controller is not None:
-            is_in_use = self._storage is not None and not self._storage.let_go()
-            self._controller.free(keep_host_memory=self._keep_host_memory or is_in_use)
+            if self._storage is not None:
+                self._storage.let_go()
+            self._controller.free(keep_host_memory=self._keep_host_memory)
             for passes in (self._passes, self._timer):
                 if passes is not None:
                     passes.forget()
@@ -153,7 +154,6 @@ class WorkerCache:
             runtime=self._runtime,
             layer_timeout_s=self._layer_timeout_s,
             host_trailer_bytes=0 if self._storage is None else self._storage.host_trailer_bytes,
-            host_is_shared=self._storage is not None and self._storage.host_is_shared,
             copies=self._copies,
         )
 

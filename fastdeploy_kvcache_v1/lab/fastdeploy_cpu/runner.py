@@ -98,7 +98,6 @@ class CpuModelRunner:
             rank=ranks.rank,
             device=ranks.rank,
             host_trailer_bytes=0 if storage is None else storage.host_trailer_bytes,
-            host_is_shared=storage is not None and storage.host_is_shared,
         )
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -143,8 +142,9 @@ class CpuModelRunner:
         self.clear_requests()
         if self._transfers is not None:
             self._transfers.let_go()
-        is_in_use = self._storage is not None and not self._storage.let_go()
-        self._controller.free(keep_host_memory=self._config.keep_host_memory or is_in_use)
+        if self._storage is not None:
+            self._storage.let_go()
+        self._controller.free(keep_host_memory=self._config.keep_host_memory)
         self._steps = None
 
     # FastDeploy's weight updates through shared memory. As in its GPU worker, the status is set before FastDeploy drops

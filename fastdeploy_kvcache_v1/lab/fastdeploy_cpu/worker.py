@@ -58,17 +58,18 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         )
         link = rank_link(self.fd_config)
+        storage = rank_storage(self.fd_config, link)
         self.model_runner = CpuModelRunner(
             config,
             sender,
             stats_directory=log_directory(),
             tell_weights_status=_tell_weights_status,
             tell_copies=ReportSender(link.send),
-            storage=rank_storage(self.fd_config),
+            storage=storage,
             ranks=ranks,
             transfers=rank_role(self.fd_config),
         )
-        link.listen({})
+        link.listen({} if storage is None else storage.handlers)
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
     def load_model(self) -> None:

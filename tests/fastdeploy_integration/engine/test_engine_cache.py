@@ -13,8 +13,10 @@ from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.link import rank_link
 from fastdeploy_kvcache_v1.fastdeploy_integration.settings import SESSION_VARIABLE
+from fastdeploy_kvcache_v1.link.messages import Gone, Memory
 from fastdeploy_kvcache_v1.link.place import socket_path
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.parts import Parts
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.telemetry.metrics import source_of
 from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
@@ -158,7 +160,8 @@ def store(fake_fastdeploy, monkeypatch):
     tier = SimpleNamespace(weigh=lambda compute_s: None, metrics=source_of(StorageTier))
     made = SimpleNamespace(tier=tier, exported=fake_fastdeploy.exported)
     parts = {
-        "make_link": lambda chosen, commands, results: (commands, results),
+        "device_link": lambda commands, results: (commands, results),
+        "StoreProcess": lambda chosen, parts: parts,
         "make_tier": lambda *_, **__: made.tier,
         "settings_digest": lambda *_: "a digest",
         "EngineStorage": Storage,
@@ -172,7 +175,7 @@ def store(fake_fastdeploy, monkeypatch):
 
 def stored(monkeypatch, backend="file", *, flush_only=False, **given):
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", str(int(flush_only)))
-    return launched(kvcache_storage_backend=backend, **given)
+    return launched(kvcache_storage_backend=backend, num_key_value_heads=2, **given)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +192,12 @@ def test_a_store_is_opened_with_the_cache_service(store, monkeypatch, backend, g
     manager = stored(monkeypatch, backend, **given)
     assert [name for name, *_ in manager.storage.told] == told
     assert (manager.storage.passes is not None) == follows_passes
-    commands, results = manager.storage.link
-    assert len({*commands, results}) == 3, "one for each rank, and one for what they answer"
+    if backend == "file":
+        assert manager.storage.link == Parts(2, 2)
+        assert {Memory, Gone} <= manager.handlers.keys()
+    else:
+        commands, results = manager.storage.link
+        assert len({*commands, results}) == 3, "one for each rank, and one for what they answer"
     assert (store.tier, ()) in manager.publisher._parts
     assert [each.backend for _, each in store.exported] == [backend]
     assert (manager.manager.config.max_queued_events > 0) == given.get("flush_only", False)
@@ -203,8 +210,8 @@ def no_link(*_):
 @pytest.mark.parametrize(
     ("breaks", "reason"),
     [
-        (lambda m: socket_path(77).parent.touch(), "storage needs the workers' reports"),
-        (lambda m: m.setattr(engine_patches, "make_link", no_link), "storage cannot make its sockets"),
+        (lambda m: socket_path(77).parent.touch(), "cannot make the directory"),
+        (lambda m: m.setattr(engine_patches, "device_link", no_link), "storage cannot make its sockets"),
         (lambda m: m.setattr(Storage, "fails", True), "the storage backend attention_store cannot be used: no licence"),
     ],
 )

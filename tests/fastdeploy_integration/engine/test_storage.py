@@ -385,24 +385,22 @@ def told_names(told):
     return [given[0] for name, *given in told if name == "use_namespace"]
 
 
-def test_blocks_have_a_name_once_when_model_and_workers_are_there():
-    link, found = Link(is_ready=False), threading.Event()
-    storage, _, told = storage_of(link, find_namespace=lambda: found.wait(30) and namespace())
+def test_blocks_have_a_name_once_when_the_model_is_read():
+    found = threading.Event()
+    storage, _, told = storage_of(Link(), find_namespace=lambda: found.wait(30) and namespace())
     storage.start()
     storage.release(manager_of())
+    assert told_names(told) == []
     found.set()
     while storage._namespace is None:
         pass
-    storage.release(manager_of())
-    assert told_names(told) == [], "the workers are not there: what is sent now is lost"
-    link.is_ready = True
     for _ in range(2):
         storage.release(manager_of())
     assert told_names(told) == [namespace()]
 
 
 def test_other_weights_empty_the_tier_before_anything_is_named_again():
-    storage, _, told = storage_of(link := Link())
+    storage, _, told = storage_of(Link())
     storage.weights_changed()
     assert told == [("cache_reset",), ("forget_namespace",)], "of weights that change before a name is found"
     storage.start(run=lambda find: find())
@@ -411,12 +409,6 @@ def test_other_weights_empty_the_tier_before_anything_is_named_again():
     epochs = [name.weight_epoch for name in told_names(told)]
     assert len({*epochs, namespace().weight_epoch}) == 3
     assert [each[0] for each in told[-3:]] == ["cache_reset", "forget_namespace", "use_namespace"]
-    link.is_ready = False
-    storage.weights_changed()
-    assert told[-1] == ("forget_namespace",), "nobody can be told, and a question would be about the old weights"
-    link.is_ready = True
-    storage.release(manager_of())
-    assert len(set(told_names(told))) == 3
 
 
 def test_what_the_workers_answer_is_told_before_requests_are_let_go():

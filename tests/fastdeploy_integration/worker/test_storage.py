@@ -8,6 +8,8 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.settings import SESSION_VARIABLE, STORAGE_VARIABLE, export
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import storage as storage_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import DeviceStorage, HostStorage, rank_storage
+from fastdeploy_kvcache_v1.link.messages import Gone, Memory, Released
+from fastdeploy_kvcache_v1.storage import host_memory
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.fastdeploy_integration.fd_configs import fd_config
 
@@ -25,8 +27,7 @@ def environment(monkeypatch, short_tmp_path):
 def agents(monkeypatch):
     """What the agents are made with."""
     made = []
-    for name in ("StorageAgent", "AttentionStoreAgent"):
-        monkeypatch.setattr(storage_module, name, lambda *addresses, **given: made.append(given))
+    monkeypatch.setattr(storage_module, "AttentionStoreAgent", lambda *addresses, **given: made.append(given))
     return made
 
 
@@ -51,44 +52,61 @@ def config(settings, monkeypatch, *, host_blocks=0, caching=True):
     ],
 )
 def test_which_tier_a_store_needs(agents, monkeypatch, settings, host_blocks, caching, kind):
-    made = rank_storage(config(settings, monkeypatch, host_blocks=host_blocks, caching=caching))
+    made = rank_storage(config(settings, monkeypatch, host_blocks=host_blocks, caching=caching), Link())
     assert type(made) is (type(None) if kind is None else kind)
-    assert len(agents) == (kind is not None)
+    assert len(agents) == (kind is DeviceStorage)
 
 
 @pytest.mark.parametrize(("flush_only", "uses_device_tier"), [(False, True), (True, False)])
 def test_only_where_data_moves_passes_are_followed(agents, monkeypatch, flush_only, uses_device_tier):
-    made = rank_storage(config(replace(ATTENTION, flush_only=flush_only), monkeypatch))
+    made = rank_storage(config(replace(ATTENTION, flush_only=flush_only), monkeypatch), Link())
     assert made.uses_device_tier is uses_device_tier
     assert made.host_trailer_bytes == 0
 
 
 def test_the_sdk_is_told_what_fastdeploy_would_tell_it(agents, monkeypatch):
     enter = object()
-    rank_storage(config(ATTENTION, monkeypatch), device_id=6, on_gpu=True, enter_thread=enter)
+    rank_storage(config(ATTENTION, monkeypatch), Link(), device_id=6, on_gpu=True, enter_thread=enter)
     placement = {"device_id": 6, "dp_id": 1, "splitwise_role": "mixed", "default_namespace": "small"}
     assert agents == [{"rank": 3, "placement": placement, "on_gpu": True, "enter_thread": enter}]
 
 
-@pytest.mark.parametrize(("settings", "host_stays"), [(FILE, "as the agent says"), (ATTENTION, True)])
-def test_an_agent_is_given_the_tiers_and_lets_them_go(monkeypatch, settings, host_stays):
-    """Where blocks do not go through the host tier, nothing of the store keeps it."""
+def test_an_agent_is_given_the_device_tier_and_lets_it_go(monkeypatch):
     told = []
-    agent = SimpleNamespace(use=lambda *given: told.append(given), let_go=lambda: told.append("let go") or host_stays)
-    for name in ("StorageAgent", "AttentionStoreAgent"):
-        monkeypatch.setattr(storage_module, name, lambda *_, **__: agent)
-    monkeypatch.setattr(storage_module, "SlotMemory", lambda *given: given)
+    agent = SimpleNamespace(use=told.append, let_go=lambda: told.append("let go"))
+    monkeypatch.setattr(storage_module, "AttentionStoreAgent", lambda *_, **__: agent)
     monkeypatch.setattr(storage_module.DeviceCaches, "over", lambda rows, **given: (rows, sorted(given)))
-    buffer = SimpleNamespace(array=SimpleNamespace(data="memory"), file="file")
-    pool = SimpleNamespace(buffer=buffer, slot_bytes=64, memory_of_slot="memory of slot")
-    transfers = SimpleNamespace(refilled=lambda *given, **more: (given, more), device_rows="rows", late_writes=None)
-    controller = SimpleNamespace(host_pool=pool, transfers=transfers, caches=None)
-    made = rank_storage(config(settings, monkeypatch, host_blocks=4))
-    made.use(controller)
-    assert made.let_go() == host_stays
-    used, let_go = told
-    assert let_go == "let go"
-    if settings is FILE:
-        assert used == ("memory of slot", ("memory", 64, "file"))
-    else:
-        assert used == (("rows", ["late_writes", "owner", "refilled"]),)
+    transfers = SimpleNamespace(refilled=None, device_rows="rows", late_writes=None)
+    made = rank_storage(config(ATTENTION, monkeypatch), Link())
+    made.use(SimpleNamespace(transfers=transfers, caches=None))
+    made.let_go()
+    assert told == [("rows", ["late_writes", "owner", "refilled"]), "let go"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_host_tier_is_named_anew_each_time_it_is_made(monkeypatch, answers):
+    """A store process that does not answer costs time, and no worker."""
+    monkeypatch.setattr(host_memory, "RELEASE_S", 0.01)
+    link = Link(answers=answers)
+    pool = SimpleNamespace(buffer=SimpleNamespace(file=9), num_blocks=4, slot_bytes=640)
+    made = rank_storage(config(FILE, monkeypatch, host_blocks=4), link)
+    link.handlers = made.handlers
+    for _ in range(2):
+        made.use(SimpleNamespace(host_pool=pool))
+        made.let_go()
+    expected = [message for number in range(2) for message in ((Memory(number, 4, 640), 9), (Gone(number), None))]
+    assert link.sent == expected
+
+
+class Link:
+    """FAKE: notes what is sent, and answers at once that memory is released."""
+
+    is_connected = True
+
+    def __init__(self, *, answers=True):
+        self.sent, self.handlers, self._answers = [], {}, answers
+
+    def send(self, message, descriptor=None):
+        self.sent.append((message, descriptor))
+        if isinstance(message, Gone) and self._answers:
+            self.handlers[Released](Released(message.generation))

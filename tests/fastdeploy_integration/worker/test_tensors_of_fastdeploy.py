@@ -201,7 +201,7 @@ def test_a_runner_has_its_cache_before_it_makes_its_proposer(
     monkeypatch.setattr(overlay, "active", lambda: active)
     monkeypatch.setattr(patches, "_worker_cache", None)
     monkeypatch.setattr(patches, "WorkerCache", lambda **settings: made.append(settings) or "the cache")
-    monkeypatch.setattr(patches, "rank_storage", lambda config, **where: [where["device_id"], where["on_gpu"]])
+    monkeypatch.setattr(patches, "rank_storage", lambda *_, device_id, on_gpu, **__: Storage([device_id, on_gpu]))
     monkeypatch.setattr(patches.trial, "rates_of", lambda *given: tried.append((*given, patches._worker_cache, *told)))
     monkeypatch.setattr(patches, "_current_device", lambda: 5)
     emptied[0].FD_ATTENTION_BACKEND = "APPEND_ATTN"
@@ -216,3 +216,9 @@ def test_a_runner_has_its_cache_before_it_makes_its_proposer(
     assert (chosen["block_size"], chosen["expected_block_bytes"], chosen["keep_host_memory"]) == (4, 4096, True)
     assert chosen["storage"] == [6, True]
     assert tried == ([(5, rows, None)] if host_blocks else []), "copies are tried before the model takes the memory"
+
+
+class Storage(list):
+    """FAKE: where it was made."""
+
+    handlers = {}  # noqa: RUF012  never written

@@ -173,9 +173,7 @@ def test_min_tokens_keeps_end_tokens_out(make_runner, expected):
 
 def test_storage_of_device_blocks_hears_of_passes(make_runner):
     reports, used = [], []
-    storage = SimpleNamespace(
-        uses_device_tier=True, host_trailer_bytes=0, host_is_shared=False, use=used.append, let_go=lambda: True
-    )
+    storage = SimpleNamespace(uses_device_tier=True, host_trailer_bytes=0, use=used.append, let_go=lambda: None)
     runner = make_runner(tell_copies=reports.append, storage=storage)
     assert used == [runner._controller]
     assert not runner.not_need_stop()

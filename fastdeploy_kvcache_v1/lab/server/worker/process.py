@@ -144,7 +144,6 @@ def _build(launch: WorkerLaunch, ranks: Ranks) -> tuple[StepRunner, CacheControl
         runtime=make_runtime(os.environ.get(VARIABLE, ""), ranks.rank),
         rank=ranks.rank,
         host_trailer_bytes=host_trailer_bytes(config.storage),
-        host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
     )
     caches = controller.initialize_kv_cache(config.cache.num_device_blocks, config.cache.num_host_blocks)
     transfers = None
