@@ -13,9 +13,16 @@ from ..link.engine import EngineLink
 from ..link.messages import MessageTypes
 from ..link.place import socket_path
 from ..link.rank import RankLink
+from ..transfer.offer_desk import LeaseEnd
+from ..transfer.rank_messages import COMMANDS, TransferNews
+from ..transfer.role_info import RankInfo
+from .disaggregation.leases import LeaseOpened, LeaseWithdrawn
 from .settings import SESSION_VARIABLE
 
-TYPES = MessageTypes()
+TYPES = MessageTypes(
+    to_engine=(RankInfo, TransferNews, LeaseOpened, LeaseWithdrawn, LeaseEnd),
+    to_rank=COMMANDS,
+)
 
 
 def engine_link(queue_port: int, num_ranks: int, log: logging.Logger) -> EngineLink:

@@ -9,7 +9,7 @@ from .fetch import FetchResult
 from .offer_desk import LeaseEnd
 from .settings import PeerPort
 
-__all__ = ["CancelFetch", "OpenLease", "StartFetch", "TransferCommand", "TransferNews", "WithdrawLease"]
+__all__ = ["COMMANDS", "CancelFetch", "OpenLease", "StartFetch", "TransferCommand", "TransferNews", "WithdrawLease"]
 
 
 class OpenLease(NamedTuple):
@@ -48,6 +48,7 @@ class CancelFetch(NamedTuple):
 
 
 TransferCommand = OpenLease | WithdrawLease | StartFetch | CancelFetch
+COMMANDS = (OpenLease, WithdrawLease, StartFetch, CancelFetch)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from fastdeploy.engine.request import Request as Task  # noqa: E402
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import role_caches  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import FirstTokens  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import RankNews  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.settings import RankPlace  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of  # noqa: E402
 
@@ -221,7 +221,7 @@ class RealRoles(Between):
         self._outcome: dict[str, bool] = {}
         """Whether all blocks arrived, which prefill learns."""
         cache = decode.cache_manager
-        cache._ranks = self
+        cache.link, cache._take_news = self, self.take
         cache.grants._clock = cache.grants.ledger._clock = world.clock
         engine = SimpleNamespace(
             resource_manager=decode.manager, scheduler=self, token_processor=SimpleNamespace(tokens_counter={})
@@ -253,6 +253,10 @@ class RealRoles(Between):
                 raise WrongError(output.error_msg)
             if output.finished:
                 self.end(output.request_id, f"answered {output.error_code}")
+
+    def tell(self, session: Any) -> None:
+        for host in self.hosts:
+            host.tell(session)
 
     # ---- prefill gives a request its blocks, and asks decode for room
 
@@ -400,8 +404,8 @@ class RealRoles(Between):
         return [*both, *((16, each) for each in ours), (40, self.turn), (5, self.go_on_pausing), (0.5, self.pause)]
 
     def turn(self, rng: random.Random) -> None:
-        prefill, decode = self.prefill, self.decode
-        for part in (self.bring, self.ask, prefill.turn, self.arrive, self.end_transfer, self.hear, decode.turn):
+        ours = (self.bring, self.ask, self.prefill.turn, self.arrive, self.end_transfer, self.hear, self.decode.turn)
+        for part in ours:
             part(rng)
 
     def check(self) -> None:

@@ -25,8 +25,8 @@ from ..transport import RunningRow, TaskKind
 from .asked_again import AskedAgain
 from .granted_prefix import NO_STEP, GrantedPrefix, Match
 from .grants import Grant, Grants, Lost
+from .leases import RankNews
 from .pausing import Gate
-from .rank_channel import RankNews
 from .transfer_name import drop_inputs, name_of
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from ...errors import CacheStateError, InvariantError
 from ...transfer.ledger import LeaseLedger
 from ...transfer.offer_desk import LeaseEnd
-from ...transfer.rank_messages import TransferCommand, WithdrawLease
+from ...transfer.rank_messages import TransferCommand, TransferNews, WithdrawLease
+from ...transfer.role_info import RankInfo
 
 FINISHED = "finished"
 """FastDeploy's word for a transfer that went well; one that failed has "error" in its text."""
@@ -32,6 +33,13 @@ class LeaseWithdrawn(NamedTuple):
 
 
 LeaseNews = LeaseOpened | LeaseWithdrawn | LeaseEnd
+
+
+class RankNews(NamedTuple):
+    """What a rank is, once it has its caches; what ended at decode; what became of a lease at prefill."""
+
+    rank: int
+    news: TransferNews | LeaseNews | RankInfo
 
 
 @dataclass

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...transfer.control_link import Self
 from ...transfer.geometry import Geometry
 from ...transfer.offer_desk import LeaseEnd
-from ...transfer.rank_messages import OpenLease, WithdrawLease
+from ...transfer.rank_messages import COMMANDS, OpenLease, TransferCommand, WithdrawLease
 from ...transfer.rank_transfers import RankTransfers
 from ...transfer.role_info import RankInfo
 from ...transfer.settings import PeerPort
 from ...worker.cache_controller import CacheController
 from ..transport import TaskKind
 from .leases import LeaseOpened, LeaseWithdrawn
-from .rank_channel import RankEnd
 from .settings import RankPlace, TransferChoice, rank_place, transfer_choice
 from .transfer_name import name_of
 
@@ -43,8 +43,10 @@ class RankRole:
     """Whether a sequence ends here with its first token."""
     _listens = False
 
-    def __init__(self, choice: TransferChoice, place: RankPlace, channel: RankEnd) -> None:
-        self._choice, self._place, self._channel = choice, place, channel
+    def __init__(self, choice: TransferChoice, place: RankPlace, tell: Callable[[object], None]) -> None:
+        """`tell` sends to the engine."""
+        self._choice, self._place, self._tell = choice, place, tell
+        self._commands: deque[TransferCommand] = deque()
         self._transfers: RankTransfers | None = None
 
     def use(self, controller: CacheController, shape: RankShape) -> None:
@@ -70,7 +72,7 @@ class RankRole:
             regions=regions if self._choice.digest and not regions[0].on_gpu else (),
             names_come_once=True,
         )
-        self._channel.tell(RankInfo(self._transfers.port, self._transfers.plane_address, geometry))
+        self._tell(RankInfo(self._transfers.port, self._transfers.plane_address, geometry))
 
     def let_go(self) -> None:
         """The caches are about to lose their memory: leases, fetches and links end. Idempotent."""
@@ -78,6 +80,18 @@ class RankRole:
             self._transfers.close()
             self._tell_ended()
             self._transfers = None
+
+    def hear(self, command: TransferCommand) -> None:
+        """Keep what the engine says for the next turn. Any thread."""
+        self._commands.append(command)
+
+    @property
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Of what the engine says, by type."""
+        return dict.fromkeys(COMMANDS, self.hear)
+
+    def _take_commands(self) -> list[TransferCommand]:
+        return [self._commands.popleft() for _ in range(len(self._commands))]
 
     @property
     def is_in_use(self) -> bool:
@@ -172,7 +186,7 @@ class PrefillRank(RankRole):
         if known is not None:
             self.failed(task.request_id, "another request has its id")
         self._offers[task.request_id] = _Offer(name, task.request_id, slots)
-        self._channel.tell(LeaseOpened(name, task.request_id))
+        self._tell(LeaseOpened(name, task.request_id))
         host = str(info["decode_ip"])
         peers = tuple(PeerPort(host, int(port)) for port in info["decode_rdma_ports"])
         self.transfers.handle([OpenLease(name, name, slots, int(task.need_prefill_tokens), peers)])
@@ -180,8 +194,8 @@ class PrefillRank(RankRole):
     def _refuse(self, task: Any) -> None:
         name = name_of(task) if task.task_type.value == TaskKind.PREFILL else None
         if name is not None and task.disaggregate_info is not None and self._is_new(name):
-            self._channel.tell(LeaseOpened(name, task.request_id))
-            self._channel.tell(LeaseEnd(name, task.request_id, "the prefill server sleeps"))
+            self._tell(LeaseOpened(name, task.request_id))
+            self._tell(LeaseEnd(name, task.request_id, "the prefill server sleeps"))
 
     def _is_new(self, name: str) -> bool:
         if name in self._names:
@@ -192,7 +206,7 @@ class PrefillRank(RankRole):
         return True
 
     def turn(self, step: int) -> None:
-        self.transfers.handle(self._channel.take())
+        self.transfers.handle(self._take_commands())
         self._tell_ended()
 
     def _tell_ended(self) -> None:
@@ -202,7 +216,7 @@ class PrefillRank(RankRole):
     def _end(self, end: LeaseEnd) -> None:
         for offer in [each for each in self._offers.values() if each.name == end.lease]:
             del self._offers[offer.request_id]
-        self._channel.tell(end)
+        self._tell(end)
 
     def begin_pass(self, ends: Iterable[tuple[str, int]]) -> None:
         self.transfers.begin_pass(
@@ -217,7 +231,7 @@ class PrefillRank(RankRole):
 
     def failed(self, request_id: str, reason: str) -> None:
         if (offer := self._offers.get(request_id)) is not None:
-            self._channel.tell(LeaseWithdrawn(offer.name))
+            self._tell(LeaseWithdrawn(offer.name))
             self.transfers.handle([WithdrawLease(offer.name, reason)])
             self.turn(-1)
 
@@ -231,23 +245,20 @@ class DecodeRank(RankRole):
     _listens = True
 
     def turn(self, step: int) -> None:
-        self.transfers.handle(self._channel.take(), step=step)
+        self.transfers.handle(self._take_commands(), step=step)
         self._tell_ended()
 
     def _tell_ended(self) -> None:
         news = self.transfers.take_news()
         if news:
-            self._channel.tell(news)
+            self._tell(news)
 
 
 RANKS: dict[str, type[RankRole]] = {"prefill": PrefillRank, "decode": DecodeRank}
 """By `--splitwise-role`."""
 
 
-def rank_role(config: Any) -> RankRole | None:
+def rank_role(config: Any, tell: Callable[[object], None]) -> RankRole | None:
     """Of the rank that an `FDConfig` describes; None in a mixed server. Raises `ConfigError`."""
-    role, parallel = config.scheduler_config.splitwise_role, config.parallel_config
-    if role == "mixed":
-        return None
-    channel = RankEnd(int(parallel.local_engine_worker_queue_port), int(parallel.tensor_parallel_rank))
-    return RANKS[role](transfer_choice(), rank_place(), channel)
+    role = config.scheduler_config.splitwise_role
+    return None if role == "mixed" else RANKS[role](transfer_choice(), rank_place(), tell)

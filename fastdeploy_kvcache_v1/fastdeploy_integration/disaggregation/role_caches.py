@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ...errors import CacheStateError, ConfigError, ModelError
-from ...link.place import make_private, socket_path
 from ...storage.model_digest import model_digest
+from ...transfer.offer_desk import LeaseEnd
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from ...transfer.role_info import RankInfo, RoleInfo
 from ..engine.patches import EnginePrefixCache
@@ -26,10 +25,9 @@ from ..settings import log_directory
 from . import settings
 from .decode_adapter import DecodeAdapter
 from .grants import Grants
-from .leases import Leases
+from .leases import LeaseOpened, Leases, LeaseWithdrawn, RankNews
 from .pausing import PREFILL_PAUSED, Gate
 from .prefill_adapter import PrefillAdapter
-from .rank_channel import EngineEnd, RankNews
 
 logger = logging.getLogger(__name__)
 
@@ -72,56 +70,35 @@ class RoleCache(EnginePrefixCache, ABC):
     """What both roles have: a place that peers know, and a way to their ranks."""
 
     preempted_wait = False
+    needs_link = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._place = place_of(config)
         settings.export(self._place)
-        self._ranks: EngineEnd | None = None
+        self._news: deque[RankNews] = deque()
+        for kind in (TransferNews, LeaseOpened, LeaseWithdrawn, LeaseEnd, RankInfo):
+            self.handlers[kind] = lambda rank, news: self._news.append(RankNews(rank, news))
         self._infos: dict[int, RankInfo] = {}
         self.gate = Gate()
         """Closed while the server is paused, and before."""
         self.silence_s = settings.transfer_choice().settings.silence_s
 
-    def launch_cache_manager(
-        self,
-        cache_config: Any,
-        tensor_parallel_size: int,
-        device_ids: Any,
-        pod_ip: str,
-        engine_worker_queue_port: int,
-        ipc_suffix: Any,
-        create_cache_tensor: bool,
-    ) -> list[Any]:
-        """Opens the way to the ranks, before they start. Raises `ConfigError`."""
-        if self._ranks is None:
-            directory = socket_path(int(engine_worker_queue_port), "copies").parent
-            make_private(directory)
-            self._ranks = EngineEnd(int(engine_worker_queue_port), tensor_parallel_size)
-            Finalize(None, self._ranks.close, exitpriority=1)
-            Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=0)
-        return super().launch_cache_manager(
-            cache_config,
-            tensor_parallel_size,
-            device_ids,
-            pod_ip,
-            engine_worker_queue_port,
-            ipc_suffix,
-            create_cache_tensor,
-        )
-
     def _tell_ranks(self, command: TransferCommand) -> Sequence[int]:
         """Returns those that are not there."""
-        assert self._ranks is not None, "FastDeploy launches its cache service before it serves"
-        return self._ranks.send(command)
+        assert self.link is not None, "FastDeploy launches its cache service before it serves"
+        return self.link.send(command)
 
     def _take_news(self) -> Sequence[RankNews]:
         """What ranks have said of transfers since the last call; under the adapter's lock."""
-        news = self._ranks.take() if self._ranks is not None else ()
-        for each in news:
+        news = []
+        while self._news:
+            each = self._news.popleft()
             if isinstance(each.news, RankInfo):
                 self._began(each.rank, each.news)
-        return [each for each in news if not isinstance(each.news, RankInfo)]
+            else:
+                news.append(each)
+        return news
 
     def _began(self, rank: int, info: RankInfo) -> None:
         self._infos[rank] = info

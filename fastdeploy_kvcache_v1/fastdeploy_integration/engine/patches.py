@@ -61,6 +61,8 @@ class EnginePrefixCache(PrefixCacheAdapter):
 
     shm_cache_task_flag_broadcast = NoSignal()
     cache_ready_signal = NoSignal()
+    needs_link = False
+    """True: without a link to the workers there is no start."""
 
     def __init__(self, config: Any) -> None:
         swap_space.require_host_memory(config)
@@ -169,8 +171,10 @@ class EnginePrefixCache(PrefixCacheAdapter):
         self._tell_start()
         storage = self._storage_settings
         has_reports = self.num_cpu_blocks or (storage is not None and storage.uses_device_tier)
-        if cache_config.enable_prefix_caching and has_reports and self.link is None:
-            self._listen_to_workers(int(engine_worker_queue_port), tensor_parallel_size, storage)
+        has_reports = bool(cache_config.enable_prefix_caching and has_reports)
+        if (self.needs_link or has_reports) and self.link is None:
+            chosen = storage if has_reports else None
+            self._listen_to_workers(int(engine_worker_queue_port), tensor_parallel_size, chosen)
         is_legacy = self._may_update_weights and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS
         if cache_config.enable_prefix_caching and is_legacy and self.updates is None:
             port = engine_worker_queue_port
@@ -187,14 +191,14 @@ class EnginePrefixCache(PrefixCacheAdapter):
         return []
 
     def _listen_to_workers(self, queue_port: int, num_ranks: int, chosen: StorageSettings | None) -> None:
-        """Serving does not depend on reports: without them their metrics stay at 0, and a failed copy is found later.
+        """Most serve without it: metrics of copies stay at 0 then, and a failed copy is found later.
 
-        Storage does. Raises `ConfigError`.
+        Raises `ConfigError`.
         """
         try:
             self.link = engine_link(queue_port, num_ranks, _logger())
         except ConfigError as error:
-            if chosen is not None:
+            if self.needs_link or chosen is not None:
                 raise
             _logger().warning("metrics of copies stay 0: %s", error)
             return

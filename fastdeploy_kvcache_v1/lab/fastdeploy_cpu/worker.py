@@ -59,6 +59,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         )
         link = rank_link(self.fd_config)
         storage = rank_storage(self.fd_config, link)
+        role = rank_role(self.fd_config, link.send)
         self.model_runner = CpuModelRunner(
             config,
             sender,
@@ -67,9 +68,9 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             tell_copies=ReportSender(link.send),
             storage=storage,
             ranks=ranks,
-            transfers=rank_role(self.fd_config),
+            transfers=role,
         )
-        link.listen({} if storage is None else storage.handlers)
+        link.listen({**(storage.handlers if storage is not None else {}), **(role.handlers if role is not None else {})})
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
     def load_model(self) -> None:

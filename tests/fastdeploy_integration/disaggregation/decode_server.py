@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import FirstTokens
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import Gate
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult

@@ -24,13 +24,8 @@ class Channel:
     """The engine's end of a rank."""
 
     def __init__(self):
-        self.commands, self.news, self.info = [], [], None
-        self.leases = Leases(num_ranks=1, send=self.commands.append)
+        self.news, self.info = [], None
         self.told, self._request_ids = [], {}
-
-    def take(self):
-        commands, self.commands[:] = list(self.commands), []
-        return commands
 
     def tell(self, news):
         if isinstance(news, RankInfo):
@@ -51,8 +46,9 @@ class Pair:
         settings = TransferSettings(secret=SECRET, ping_s=0.1)
         choice, place = TransferChoice(settings, "socket", True), RankPlace(HOST, (port,), "the model")
         self.offers, self.channel = Channel(), Channel()
-        self.told, self.leases = self.offers.told, self.offers.leases
-        self.roles = PrefillRank(choice, place, self.offers), DecodeRank(choice, place, self.channel)
+        self.roles = PrefillRank(choice, place, self.offers.tell), DecodeRank(choice, place, self.channel.tell)
+        self.leases = self.offers.leases = Leases(num_ranks=1, send=self.roles[0].hear)
+        self.told = self.offers.told
         both = {"prefill": (8, copy_faults), "decode": (0, "")}
         for (name, (host_blocks, faults)), role in zip(both.items(), self.roles, strict=True):
             (directory / name).mkdir()
@@ -68,7 +64,7 @@ class Pair:
         return task
 
     def fetch(self, slots=SLOTS, name="a", after_step=-1):
-        self.channel.commands.append(StartFetch(f"transfer of {name}", tuple(slots), 0, after_step))
+        self.roles[1].hear(StartFetch(f"transfer of {name}", tuple(slots), 0, after_step))
 
     def turn(self):
         for runner in (self.prefill, self.decode):

@@ -11,7 +11,6 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches,
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.ranks import DecodeRank, PrefillRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
@@ -36,20 +35,19 @@ __all__ = ["fake_fastdeploy"]
 PORT = 78
 
 
-class Ranks:
-    """In place of the sockets of `EngineEnd`."""
+class Link:
+    """In place of an `EngineLink`."""
 
-    def __init__(self, port, num_ranks):
+    def __init__(self, port, num_ranks, log):
         assert (port, num_ranks) == (PORT, 2)
-        self.sent, self.news = [], []
+        self.sent = []
 
     def send(self, command):
         self.sent.append(command)
         return []
 
-    def take(self):
-        news, self.news = self.news, []
-        return news
+    def listen(self, handlers, on_gone):
+        self.handlers = handlers
 
     def close(self):
         """Nothing is open."""
@@ -59,12 +57,13 @@ class Engine:
     def __init__(self, role):
         config = fd_config(splitwise_role=role, tensor_parallel_size=2, num_cpu_blocks=0)
         self.cache = launch(patches.CACHES[role](config), PORT)
-        self.sent = self.cache._ranks.sent
+        self.sent = self.cache.link.sent
         self.hear = self.cache.take_reports if role == "prefill" else self.cache.take_news
         """What FastDeploy's threads do again and again."""
 
     def tell(self, rank, *news):
-        self.cache._ranks.news += [RankNews(rank, each) for each in news]
+        for each in news:
+            self.cache.link.handlers[type(each)](rank, each)
         self.hear()
         self.cache.check()
 
@@ -86,7 +85,7 @@ def logs(monkeypatch, tmp_path, fake_fastdeploy):
     monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
     here = settings.RankPlace("127.0.0.1", (1, 2), "a model")
     monkeypatch.setattr(role_caches, "place_of", lambda config: here)
-    monkeypatch.setattr(role_caches, "EngineEnd", Ranks)
+    monkeypatch.setattr(engine_patches, "engine_link", Link)
     return tmp_path
 
 
@@ -250,10 +249,7 @@ def test_the_place_of_a_server_names_its_weights(monkeypatch, ports, expected):
 
 
 @pytest.mark.parametrize(("role", "kind"), [("prefill", PrefillRank), ("decode", DecodeRank), ("mixed", None)])
-def test_a_rank_has_the_role_of_its_server(logs, monkeypatch, role, kind):
-    opened = []
-    monkeypatch.setattr(ranks, "RankEnd", lambda *where: opened.append(where))
+def test_a_rank_has_the_role_of_its_server(logs, role, kind):
     settings.export(settings.RankPlace("127.0.0.1", (1,), "a model"))
-    made = ranks.rank_role(fd_config(splitwise_role=role))
+    made = ranks.rank_role(fd_config(splitwise_role=role), print)
     assert made is None if kind is None else type(made) is kind
-    assert opened == ([] if kind is None else [(8001, 3)])
