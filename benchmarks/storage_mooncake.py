@@ -123,7 +123,8 @@ def main() -> None:
     view = memory.array.data
     try:
         time.sleep(1.0)
-        give_memory(settings, 0)
+        give_memory(settings, settings.global_segment_size)
+        time.sleep(1.0)
         direct = Direct(settings, memory.address, memory.nbytes)
         with closing(MooncakeBackend(settings, namespace)) as backend:
             backend.register(SlotMemory(view, max(BLOCK_SIZES), memory.file))

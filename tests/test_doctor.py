@@ -24,7 +24,7 @@ from fastdeploy_kvcache_v1.storage import checks as storage_checks
 from fastdeploy_kvcache_v1.storage.file import file_backend
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
-from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
+from fastdeploy_kvcache_v1.storage.mooncake.share import take_back_memory
 from fastdeploy_kvcache_v1.storage.registry import store_kind
 from fastdeploy_kvcache_v1.switch import SWITCH
 from fastdeploy_kvcache_v1.worker import checks as worker_checks
@@ -34,6 +34,7 @@ from fastdeploy_kvcache_v1.worker.ops.copies import cpu_paths
 from tests.gpu.in_process import fake_gpu
 from tests.mooncake_master import Master, needs_mooncake
 from tests.storage.attention_store.stand_in import installed, num_stored, set_faults
+from tests.storage.mooncake.stand_in import give_now
 from tests.storage.values import keys, namespace, values
 
 
@@ -391,7 +392,7 @@ def test_mooncake_is_tried_out_with_memory_of_others(storage_doctor, tmp_path, m
     try:
         status, found = storage_doctor("backend=mooncake")
         assert (status, found.startswith("   -"), "no room for a trial" in found) == (0, True, True)
-        give_memory(MooncakeSettings.read(os.environ), 0)
+        give_now(MooncakeSettings.read(os.environ))
         status, found = storage_doctor("backend=mooncake")
         assert status == 0
         assert re.fullmatch(r"  ok  storage mooncake: 64 MiB stored at [\d,]+ MB/s and read at [\d,]+ MB/s", found)

@@ -59,6 +59,8 @@ def make_link(
     """The engine's end of the agents. Raises `zmq.ZMQError`."""
     if settings.uses_device_tier:
         return device_link(commands_addresses, results_address)
+    if settings.kind.beside is not None:
+        settings.kind.beside(settings, len(commands_addresses))
     return AgentsLink(StorageLink(commands_addresses, results_address, open_backend=partial(open_backend, settings)))
 
 

@@ -24,6 +24,10 @@ class SlotMemory:
     slot_bytes: int
     file: int | None = None
     """Descriptor by which other processes map the same bytes; None where they cannot."""
+    life: int | None = None
+    """Descriptor that every process which maps them must inherit, and keep open: when the last one of them has ended,
+    nothing moves any more.
+    """
 
 
 class StorageFullError(StorageError):
@@ -52,9 +56,9 @@ class StorageBackend(ABC):
     """After a failed `get`, bytes may still arrive in its buffers until `close` has returned."""
 
     def register(self, memory: SlotMemory) -> None:  # noqa: B027
-        """Later buffers lie in `memory`. At most once, before them; it must stay until `close` has returned.
+        """Later buffers may lie in `memory`, too. Called before the first one, for each rank.
 
-        Does nothing here: most stores need no registration.
+        The memory must stay until `close` has returned. Does nothing here: most stores need no registration.
         """
 
     @abstractmethod

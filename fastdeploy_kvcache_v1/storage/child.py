@@ -58,6 +58,8 @@ STORE_NICENESS = 10
 COMPARED_BLOCKS = 8
 """The first that are stored: ranks that share a part must hold the same bytes."""
 
+FIRST_QUESTION = block_key(BlockHash(bytes(32)), 0)
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -78,6 +80,7 @@ class HostSlots:
                 memoryview(mmap.mmap(each.file, each.num_slots * each.slot_bytes)),
                 each.slot_bytes,
                 each.file,
+                start.life,
             )
             for each in start.memories
         ]
@@ -191,6 +194,7 @@ class Server:
             backends.append(connect(self._settings, namespace, 0))
             for memory in self._slots.memories:
                 backends[-1].register(memory)
+            backends[-1].count_stored([FIRST_QUESTION])  # a store may connect only now, which may take long
         return backends
 
     # ---- the lanes' work

@@ -199,6 +199,8 @@ class Start:
     """Of each block, see `Parts`."""
     memories: tuple[MappedSlots, ...]
     """Of all ranks, in order."""
+    life: int
+    """See `SlotMemory`."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@
     starting, serving -- it ends --> dying -- its pidfd says so --> resting, or waiting -- pause --> starting
 
 Only then what is under way is answered with an error, and its slots may be used for others: no byte arrives any more.
+A store may start further processes that map the memory: the end of a pipe that all of them hold says that they have
+ended, too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import Any, NamedTuple, Protocol
 
 from ..contract.messages import BlockHash
@@ -123,10 +126,13 @@ class Lane:
 class _Child:
     """A process, from its start to the proof of its end."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], frames: Frames, pidfd: int) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], frames: Frames, pidfd: int, life: FileIO) -> None:
         self.popen = popen
         self.frames = frames
         self.pidfd = pidfd
+        self.life = life
+        self.is_dead = False
+        """It has ended; what it has started may run still."""
         self.lanes = {name: Lane() for name in ("query", "load", "store")}
         self.ending: str | None = None
         """Why it ends, once that is known. It is asked for nothing more."""
@@ -142,10 +148,13 @@ class _Child:
             self.ending = reason
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)  # what it has started
 
     def close(self) -> None:
         """After its end."""
         self.frames.connection.close()
+        self.life.close()
         os.close(self.pidfd)
         self.popen.wait()  # at once, even if another part of the program has taken its status
 
@@ -172,6 +181,7 @@ class StoreProcess:
         self._child: _Child | None = None
         self._away = "the store process has not started"
         """Why nothing can be asked."""
+        self._is_accompanied = False
         self._pause_s = 0.0
         self._start_at = 0.0
         self._stop_by: float | None = None
@@ -255,7 +265,7 @@ class StoreProcess:
         child = self._child
         selector.register(self._waker, selectors.EVENT_READ)
         if child is not None:
-            selector.register(child.pidfd, selectors.EVENT_READ)
+            selector.register(child.life if child.is_dead else child.pidfd, selectors.EVENT_READ)
             if child.ending is None:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.frames.has_unsent else 0)
                 selector.register(child.frames.connection, events)
@@ -290,26 +300,32 @@ class StoreProcess:
     def _start(self) -> None:
         assert self._namespace is not None
         memories = [self._memories[rank] for rank in range(self.num_ranks)]
+        if self._settings.kind.beside is not None and not self._is_accompanied:
+            self._is_accompanied = True
+            self._settings.kind.beside(self._settings, self.num_ranks)
         mapped = tuple(MappedSlots(each.file.fileno(), each.num_slots, each.slot_bytes) for each in memories)
         ours, theirs = map(closed_in_children, socket.socketpair())
-        with theirs:
+        life, lives = map(closed_in_children, map(FileIO, os.pipe(), "rw"))
+        start = Start(self._settings, self._parts.num_parts, mapped, lives.fileno())
+        with theirs, lives:
             try:
                 popen = subprocess.Popen(
                     [sys.executable, "-m", f"{__package__}.child", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno(), *(each.file for each in mapped)],
+                    pass_fds=[theirs.fileno(), lives.fileno(), *(each.file for each in mapped)],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                     start_new_session=True,  # Ctrl-C is for who serves
                 )
             except OSError:
                 ours.close()
+                life.close()
                 raise
         ours.setblocking(False)
         types = (Ready, Ending, RanksDiffer, QueryDone, LoadDone, StoreDone, TouchDone)
-        self._child = child = _Child(popen, Frames(ours, types), os.pidfd_open(popen.pid))
+        self._child = child = _Child(popen, Frames(ours, types), os.pidfd_open(popen.pid), life)
         with suppress(OSError):
-            child.frames.send(Start(self._settings, self._parts.num_parts, mapped))
+            child.frames.send(start)
         self._name(child, self._namespace)
 
     def _name(self, child: _Child, namespace: Namespace) -> None:
@@ -383,6 +399,10 @@ class StoreProcess:
         self.is_serving &= child.ending is None
 
     def _hear(self, child: _Child, ready: set[Any]) -> None:
+        if child.life in ready:  # nobody writes to it: this is its end
+            self._over(child)
+        if child.is_dead:
+            return
         is_over = child.pidfd in ready
         with suppress(OSError):
             child.frames.flush()
@@ -395,7 +415,8 @@ class StoreProcess:
             if not is_over:  # it ends, or has closed its end
                 child.kill("it has ended")
         if is_over:
-            self._over(child)
+            child.kill("it has ended")
+            child.is_dead = True
 
     def _take(self, child: _Child, message: Any) -> None:
         if isinstance(message, Ending):

@@ -73,6 +73,10 @@ class StoreKind:
     """It can be told what a server has without being given the blocks."""
     maps_memory: bool = False
     """Another process maps the host tier. Without that, blocks are copied there."""
+    beside: Callable[[Chosen, int], object] | None = None
+    """Starts what must outlive the processes that load and store, once for an engine with so many ranks. Returns at
+    once.
+    """
     load_threads: int = 4
     """Connections that load side by side. 1: the store itself reads the values of one `get` side by side."""
 

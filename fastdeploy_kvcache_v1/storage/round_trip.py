@@ -59,9 +59,7 @@ def try_mooncake() -> RoundTrip:
     from .mooncake.mooncake_backend import MooncakeBackend
     from .mooncake.settings import MooncakeSettings
 
-    return _round_trip(
-        MooncakeBackend(MooncakeSettings.read(os.environ), trial_namespace(LAYOUT, block_size=1), gives_memory=False)
-    )
+    return _round_trip(MooncakeBackend(MooncakeSettings.read(os.environ), trial_namespace(LAYOUT, block_size=1)))
 
 
 def _round_trip(backend: StorageBackend) -> RoundTrip:

@@ -11,7 +11,7 @@ from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from tests.mooncake_master import Master
 from tests.storage.attention_store.stand_in import installed
 from tests.storage.machines import DeviceMachine, HostMachine
-from tests.storage.mooncake.stand_in import SETTINGS, Cluster
+from tests.storage.mooncake.stand_in import SETTINGS, Cluster, give_now
 
 
 @pytest.fixture
@@ -20,7 +20,8 @@ def cluster(monkeypatch):
     monkeypatch.setattr(share, "_given", {})
     cluster = Cluster()
     cluster.install(monkeypatch)
-    return cluster
+    yield cluster
+    share.take_back_memory()
 
 
 @pytest.fixture
@@ -33,10 +34,12 @@ def connecting(request, tmp_path, monkeypatch):
             return lambda space: FileBackend(tmp_path / "kv", space, capacity_bytes=1 << 30)
         if store == "mooncake stand-in":
             request.getfixturevalue("cluster")
+            give_now(SETTINGS)
             return lambda space: MooncakeBackend(SETTINGS, space)
         monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
         masters.append(Master(tmp_path))
         settings = MooncakeSettings.read(masters[0].environment())
+        give_now(settings)
         return lambda space: MooncakeBackend(settings, space)
 
     yield of
@@ -54,8 +57,6 @@ def start_machine(request, connecting, tmp_path, monkeypatch):
             make = partial(DeviceMachine, request.getfixturevalue("sdk_store"))
         else:
             make = partial(HostMachine, connecting(store))
-            if store == "mooncake stand-in":
-                share.give_memory(SETTINGS, 0)
 
         def start(**options):
             made = make(**options)

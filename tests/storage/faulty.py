@@ -1,6 +1,8 @@
 """A file store for store processes, which does what the file `faults` in its directory says. See `StoreHost`."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,9 +11,27 @@ from fastdeploy_kvcache_v1.storage.base import StorageFullError
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.registry import StoreKind
 
+WRITER = """
+import mmap, os, pathlib, sys, time
+memory = mmap.mmap(int(sys.argv[1]), int(sys.argv[2]))
+pathlib.Path(sys.argv[3], f"writer-{os.getpid()}").touch()
+end = time.monotonic() + 100
+while time.monotonic() < end:
+    memory[-1] = (memory[-1] + 1) % 256
+"""
+
 
 class FaultyBackend(FileBackend):
-    """Each call is a line of the file `calls`: what, and how many keys."""
+    """Each call is a line of the file `calls`: what, and which keys."""
+
+    def register(self, memory):
+        """With the fault `child`, another process maps the memory, and writes into its last slot for ever."""
+        if "child" in self._faults:
+            kept = [memory.file, memory.life]
+            command = [sys.executable, "-c", WRITER, str(memory.file), str(len(memory.view)), str(self.beside)]
+            started = subprocess.Popen(command, pass_fds=kept, start_new_session=self._faults["child"] == "escapes")
+            while not (self.beside / f"writer-{started.pid}").exists():
+                time.sleep(0.005)
 
     def __init__(self, chosen, namespace):
         self.beside = Path(chosen.directory)

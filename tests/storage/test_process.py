@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -63,6 +64,15 @@ def test_what_one_server_stores_another_one_loads(start, ranks, heads, parts):
     assert second.holds((0, 1, 2, 3), at=8)
     values = [path for path in (first.directory / "kv").rglob("*.*") if path.parent.name != "kv"]
     assert len([path for path in values if len(path.name) == 66]) == 4 * parts, "equal bytes of ranks are stored once"
+
+
+def test_servers_that_part_blocks_in_other_ways_share_nothing(start):
+    """The same key would be of other heads."""
+    first, second = start(ranks=4, heads=2), start(ranks=4, heads=4)
+    first.store(0, 1)
+    assert second.query(0, 1).num_stored == second.load(0, 1).num_arrived == 0
+    assert second.store(0, 1).num_written == 2
+    assert (first.load(0, 1).num_arrived, first.holds((0, 1), at=8)) == (2, True)
 
 
 def test_what_is_stored_is_not_written_again(start):
@@ -375,6 +385,32 @@ def test_a_store_that_may_write_late_is_ended_before_its_failure_is_told(start, 
     assert host.load(0, 1).num_arrived == 2
 
 
+@pytest.mark.parametrize("escapes", [False, True])
+def test_processes_that_the_store_has_started_are_over_before_a_failure_is_told(start, escapes):
+    """Of its process group they are killed, and one of another group is waited for."""
+    host = start(starts=False)
+    host.breaks(child="escapes" if escapes else "stays")
+    host.use_memory(0)
+    host.process.use_namespace(namespace())
+    host.wait_until_it_serves()
+    writers = [int(path.name.partition("-")[2]) for path in host.directory.glob("writer-*")]
+    assert len(writers) == 4, "of each connection"
+    host.breaks(get="hang")
+    host.begin_load(0)
+    host.wait_until(lambda: host.calls("get"))
+    host.kill()
+    host.wait_until(lambda: not host.process.is_serving)
+    if escapes:
+        assert isinstance(host.query(0), QueryDone), "the load is not told before the writers have ended"
+        for writer in writers:
+            os.kill(writer, signal.SIGKILL)
+    assert "the store process was lost: it has ended" in host.answer().error
+    last = host.memories[0][-1]
+    host.breaks()
+    host.wait_until_it_serves()
+    assert host.memories[0][-1] == last
+
+
 # ---- memory and life
 
 
@@ -471,6 +507,15 @@ def test_the_process_dies_with_an_engine_that_is_killed(tmp_path):
         engine.kill()
     assert select.select([fd], [], [], LIMIT_S)[0]
     os.close(fd)
+
+
+def test_the_process_ends_with_its_connection(start):
+    host = start()
+    first = host.process.pid
+    host.process._child.frames.connection.shutdown(socket.SHUT_WR)
+    host.wait_until(lambda: host.process.pid not in (None, first))
+    host.wait_until_it_serves()
+    assert not is_running(first)
 
 
 REAPER = """

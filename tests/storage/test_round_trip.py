@@ -8,10 +8,10 @@ from fastdeploy_kvcache_v1.storage.attention_store import trial
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake import mooncake_backend
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
-from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
+from fastdeploy_kvcache_v1.storage.mooncake.share import take_back_memory
 from tests.storage.attention_store.stand_in import num_stored, set_faults
 from tests.storage.machines import LIMIT_S
-from tests.storage.mooncake.stand_in import SETTINGS
+from tests.storage.mooncake.stand_in import SETTINGS, give_now
 from tests.storage.values import VALUE_BYTES
 
 
@@ -31,7 +31,7 @@ def store(request, tmp_path, cluster, monkeypatch):
         yield FileBackend, lambda: round_trip.try_directory(tmp_path / "kv"), lambda: list(tmp_path.glob("kv/*/*/*"))
     else:
         monkeypatch.setattr(mooncake_backend.MooncakeSettings, "read", lambda _: SETTINGS)
-        give_memory(SETTINGS, 0)
+        give_now(SETTINGS)
         yield MooncakeBackend, round_trip.try_mooncake, lambda: list(cluster.values)
         take_back_memory()
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from ...errors import ConfigError, StorageError
 from ...forks import closed_in_children
+from ..base import SlotMemory
 from .process import MappedMemory, Start
-from .settings import MooncakeSettings
+from .settings import MooncakeSettings, largest_registration
 
 __all__ = ["MooncakeClient", "error_text"]
 
@@ -34,6 +35,8 @@ ENVIRONMENT = {
 """Deadlines of the client, and less noise, where the user says nothing else."""
 
 START_TIMEOUT_S = 20.0
+REGISTERED_BYTES_PER_S = 500e6
+"""Of memory, which the NIC's driver pins: the time for it is added."""
 CALL_TIMEOUT_S = 10.0
 """The client's own deadlines are shorter; this one is kept whatever it does."""
 LEAVE_TIMEOUT_S = 5.0
@@ -64,11 +67,11 @@ class MooncakeClient:
         self,
         settings: MooncakeSettings,
         *,
-        rank: int = 0,
         segment_bytes: int = 0,
-        memory: MappedMemory | None = None,
+        memories: Sequence[SlotMemory] = (),
     ) -> None:
-        """Connects, registers `memory`, and gives `segment_bytes` of the process to the store until `close`.
+        """Connects, registers `memories`, which have files, and gives `segment_bytes` of the process to the store until
+        `close`.
 
         Raises `ConfigError` when the package cannot be loaded, `StorageError` when the master does not answer.
         """
@@ -78,14 +81,19 @@ class MooncakeClient:
         self._connection, theirs = Pipe()
         closed_in_children(self._connection)
         environment = {**ENVIRONMENT, "MC_TCP_BIND_ADDRESS": _without_port(hostname), **os.environ}
+        mapped, kept = [], [theirs.fileno()]
+        for memory in memories:
+            assert memory.file is not None, "memory that no other process can map"
+            mapped.append(MappedMemory(memory.file, len(memory.view), _largest_registration(memory)))
+            kept += [memory.file] if memory.life is None else [memory.file, memory.life]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *([memory.file] if memory is not None else [])],
+                pass_fds=kept,
                 env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                start_new_session=True,  # Ctrl-C is for who serves
+                start_new_session=self._leaves,  # else it is killed with the process group of who uses it
             )
         setup = (
             hostname,
@@ -93,10 +101,11 @@ class MooncakeClient:
             segment_bytes,
             settings.local_buffer_size,
             settings.protocol,
-            settings.device_of(rank),
+            settings.devices,
             settings.master_server_addr,
         )
-        refusal = self._exchange(Start(setup, memory, leaves=self._leaves), START_TIMEOUT_S)
+        timeout_s = START_TIMEOUT_S + sum(each.num_bytes for each in mapped) / REGISTERED_BYTES_PER_S
+        refusal = self._exchange(Start(setup, mapped, leaves=self._leaves), timeout_s)
         if refusal:
             self.close()
             raise _refused(refusal, settings)
@@ -107,7 +116,9 @@ class MooncakeClient:
         return results
 
     def get(self, keys: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Values to places in the registered memory. For each key its bytes, or an error below 0."""
+        """Values to places in the registered memories, counted as if one followed the other. For each key its bytes, or
+        an error below 0.
+        """
         results: list[int] = self._call("get", keys, offsets, sizes)
         return results
 
@@ -161,6 +172,11 @@ class MooncakeClient:
             raise StorageError("the process of mooncake's client has ended") from None
         self.close()
         raise StorageError(f"mooncake's client did not answer for {timeout_s:.0f} s, and was ended")
+
+
+def _largest_registration(memory: SlotMemory) -> int:
+    """What is registered as one ends where a slot ends."""
+    return max(1, largest_registration(os.environ) // memory.slot_bytes) * memory.slot_bytes
 
 
 def _without_port(hostname: str) -> str:

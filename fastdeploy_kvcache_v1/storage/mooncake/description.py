@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def _open(settings: Chosen, namespace: Namespace, rank: int) -> MooncakeBackend:
     from .mooncake_backend import MooncakeBackend
 
-    return MooncakeBackend(MooncakeSettings.read(os.environ), namespace, rank=rank)
+    return MooncakeBackend(MooncakeSettings.read(os.environ), namespace)
 
 
 def _check(settings: Chosen, namespace: Namespace | None) -> None:
@@ -29,6 +29,13 @@ def _trial(settings: Chosen) -> RoundTrip:
     from ..round_trip import try_mooncake
 
     return try_mooncake()
+
+
+def _give_memory(settings: Chosen, num_ranks: int) -> None:
+    from .share import give_memory
+
+    mooncake = MooncakeSettings.read(os.environ)
+    give_memory(mooncake, num_ranks * mooncake.global_segment_size)
 
 
 STORE = StoreKind(
@@ -45,4 +52,6 @@ STORE = StoreKind(
         "liburing.so.2": "liburing2",
     },
     maps_memory=True,
+    beside=_give_memory,
+    load_threads=1,
 )

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 from collections.abc import Sequence
 
 from ...errors import StorageError
 from ..base import SlotMemory, StorageBackend, StorageFullError, StoreKey
 from ..namespace import Namespace
 from .client import MooncakeClient, error_text
-from .process import MappedMemory
-from .settings import MooncakeSettings, largest_registration
-from .share import give_memory
+from .settings import MooncakeSettings
 
 __all__ = ["MooncakeBackend"]
 
@@ -29,32 +26,27 @@ MISSES = {-702, -703, -704, -707}
 
 
 class MooncakeBackend(StorageBackend):
-    """Keys are `<digest of the namespace>.<key>`. A process that registers memory gives some to the store, too."""
+    """Keys are `<digest of the namespace>.<key>`."""
 
     name = "mooncake"
     may_write_late = True  # measured: of a get that failed, 936 of 1,024 blocks arrived later
 
-    def __init__(
-        self, settings: MooncakeSettings, namespace: Namespace, *, rank: int = 0, gives_memory: bool = True
-    ) -> None:
+    def __init__(self, settings: MooncakeSettings, namespace: Namespace) -> None:
         """Connects at the first call, once it is known which memory there is. That raises `ConfigError` when the
         package cannot be used, and `StorageError` when the master is away.
         """
         self._settings = settings
-        self._rank = rank
         self.namespace_digest = namespace.digest
         self._prefix = f"{self.namespace_digest}."
-        self._gives_memory = gives_memory
-        self._memory: SlotMemory | None = None
-        self._begin = 0
+        self._memories: list[SlotMemory] = []
+        self._begins: list[int] = []
+        """Address of each memory."""
         self._client: MooncakeClient | None = None
 
     def register(self, memory: SlotMemory) -> None:
-        if self._gives_memory:
-            give_memory(self._settings, self._rank)
         if memory.file is not None:
-            self._memory = memory
-            self._begin = _address(memory.view)
+            self._memories.append(memory)
+            self._begins.append(_address(memory.view))
 
     def count_stored(self, keys: Sequence[StoreKey]) -> int:
         found = self._exist(keys)
@@ -94,16 +86,8 @@ class MooncakeBackend(StorageBackend):
 
     def _connected(self) -> MooncakeClient:
         if self._client is None:
-            self._client = MooncakeClient(self._settings, rank=self._rank, memory=self._mapped())
+            self._client = MooncakeClient(self._settings, memories=self._memories)
         return self._client
-
-    def _mapped(self) -> MappedMemory | None:
-        """The registered memory, as another process maps it. What is registered as one ends where a slot ends."""
-        if self._memory is None or self._memory.file is None:
-            return None
-        slot_bytes = self._memory.slot_bytes
-        largest = max(1, largest_registration(os.environ) // slot_bytes) * slot_bytes
-        return MappedMemory(self._memory.file, len(self._memory.view), largest)
 
     def _names(self, keys: Sequence[StoreKey]) -> list[str]:
         return [self._prefix + key for key in keys]
@@ -157,13 +141,17 @@ class MooncakeBackend(StorageBackend):
         return results
 
     def _offsets(self, buffers: Sequence[memoryview]) -> list[int] | None:
-        """Where they lie in the memory that the client maps; None if one of them does not."""
-        if self._memory is None:
-            return None
-        offsets = [_address(buffer) - self._begin for buffer in buffers]
-        end = len(self._memory.view)
-        if all(0 <= offset <= end - len(buffer) for offset, buffer in zip(offsets, buffers, strict=True)):
-            return offsets
+        """Where they lie in the memories that the client maps; None if one of them does not."""
+        offsets = [self._offset(buffer) for buffer in buffers]
+        found = [offset for offset in offsets if offset is not None]
+        return found if len(found) == len(offsets) and self._memories else None
+
+    def _offset(self, buffer: memoryview) -> int | None:
+        address, before = _address(buffer), 0
+        for memory, begin in zip(self._memories, self._begins, strict=True):
+            if begin <= address <= begin + len(memory.view) - len(buffer):
+                return before + address - begin
+            before += len(memory.view)
         return None
 
 

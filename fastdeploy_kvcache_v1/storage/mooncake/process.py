@@ -17,6 +17,7 @@ import select
 import signal
 import sys
 import threading
+from bisect import bisect
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class Start(NamedTuple):
 
     setup: tuple[Any, ...]
     """Arguments of the client's `setup`."""
-    memory: MappedMemory | None
+    memories: Sequence[MappedMemory]
     leaves: bool
     """Whether the client is closed in the end. Without, the process ends at once."""
 
@@ -55,24 +56,34 @@ class _Client:
         self._store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         if (status := self._store.setup(*start.setup)) != 0:
             raise _Failed("setup", status)
-        self._mapping: mmap.mmap | None = None
-        self._base = 0
-        if start.memory is not None:
-            self._map(start.memory)
+        self._mappings: list[mmap.mmap] = []
+        self._begins: list[int] = []
+        """Offset of each memory."""
+        self._bases: list[int] = []
+        num_bytes = 0
+        for memory in start.memories:
+            self._begins.append(num_bytes)
+            self._map(memory)
+            num_bytes += memory.num_bytes
 
     def _map(self, memory: MappedMemory) -> None:
-        self._mapping = mmap.mmap(memory.file, memory.num_bytes)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._mappings.append(mmap.mmap(memory.file, memory.num_bytes))
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._mappings[-1]))
+        self._bases.append(base)
         for offset in range(0, memory.num_bytes, memory.largest_registration):
             num_bytes = min(memory.largest_registration, memory.num_bytes - offset)
-            if (status := self._store.register_buffer(self._base + offset, num_bytes)) != 0:
+            if (status := self._store.register_buffer(base + offset, num_bytes)) != 0:
                 raise _Failed(f"registration of {num_bytes} bytes", status)
+
+    def _address(self, offset: int) -> int:
+        number = bisect(self._begins, offset) - 1
+        return self._bases[number] + offset - self._begins[number]
 
     def exist(self, keys: list[str]) -> list[int]:
         return list(self._store.batch_is_exist(keys))
 
     def get(self, keys: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
-        return list(self._store.batch_get_into(keys, [self._base + offset for offset in offsets], sizes))
+        return list(self._store.batch_get_into(keys, list(map(self._address, offsets)), sizes))
 
     def get_bytes(self, keys: list[str], sizes: list[int]) -> tuple[list[int], list[bytes]]:
         """As `get`, for memory that this process does not map."""
@@ -85,7 +96,7 @@ class _Client:
         results = self.exist(keys)
         missing = [number for number, there in enumerate(results) if there == 0]
         if missing:
-            addresses = [self._base + offsets[number] for number in missing]
+            addresses = [self._address(offsets[number]) for number in missing]
             put = self._store.batch_put_from(
                 [keys[number] for number in missing], addresses, [sizes[number] for number in missing]
             )

@@ -32,11 +32,11 @@ class MooncakeSettings:
     local_hostname: str = ""
     """How other machines reach this one; empty: its address on the way to the master."""
     global_segment_size: int = GIB
-    """Bytes of memory that a worker process gives to the store."""
+    """Bytes of memory that a server gives to the store, for each of its ranks."""
     local_buffer_size: int = MIB
     protocol: str = "rdma"
     rdma_devices: str = ""
-    """Separated by commas; rank r uses the one at position r, and the first one again after the last. Empty: any."""
+    """Separated by commas. Empty: any."""
 
     def __post_init__(self) -> None:
         for name in ("metadata_server", "master_server_addr"):
@@ -96,10 +96,10 @@ class MooncakeSettings:
                 f"cannot find mooncake's master {self.master_server_addr}: {error.strerror}; check master_server_addr"
             ) from None
 
-    def device_of(self, rank: int) -> str:
-        """The RDMA device of a tensor parallel rank; empty for any."""
-        devices = [device.strip() for device in self.rdma_devices.split(",") if device.strip()]
-        return devices[rank % len(devices)] if devices else ""
+    @property
+    def devices(self) -> str:
+        """`rdma_devices` without spaces and empty names: all of them, for memory of every rank."""
+        return ",".join(filter(None, map(str.strip, self.rdma_devices.split(","))))
 
 
 def largest_registration(environment: Mapping[str, str]) -> int:

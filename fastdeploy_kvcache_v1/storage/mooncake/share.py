@@ -6,7 +6,6 @@ of a client that ends is lost for all.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -24,41 +23,56 @@ PAUSE_S = 5.0
 """Before each try to give memory again."""
 
 _lock = threading.Lock()
-_given: dict[MooncakeSettings, MooncakeClient] = {}
+_given: dict[MooncakeSettings, MooncakeClient | None] = {}
+"""None: not yet, or not at the moment."""
 
 
-def give_memory(settings: MooncakeSettings, rank: int) -> None:
-    """Gives `settings.global_segment_size` bytes, unless they are given already. Thread-safe.
+def give_memory(settings: MooncakeSettings, num_bytes: int) -> None:
+    """Give memory on a thread, unless it is given already. Thread-safe, and returns at once.
 
-    Raises as `MooncakeClient` does; then a later call tries again. A client's process that dies is started again. When
-    this process ends, however it does, the client's process leaves the store in order.
+    A master that is away is tried again, and a client's process that dies is started again. When this process ends,
+    however it does, the client's process leaves the store in order.
     """
     with _lock:
-        if settings not in _given:
-            _give(settings, rank)
+        if settings in _given:
+            return
+        _given[settings] = None
+    threading.Thread(target=_give, args=(settings, num_bytes), name="kv-mooncake", daemon=True).start()
 
 
 def take_back_memory() -> None:
     """What is stored in it is lost."""
     with _lock:
-        while _given:
-            _given.popitem()[1].close()
+        clients = list(_given.values())
+        _given.clear()
+    for client in clients:
+        if client is not None:
+            client.close()
 
 
-def _give(settings: MooncakeSettings, rank: int) -> None:
-    client = _given[settings] = MooncakeClient(settings, rank=rank, segment_bytes=settings.global_segment_size)
-    threading.Thread(target=_watch, args=(client, settings, rank), name="kv-mooncake", daemon=True).start()
-
-
-def _watch(client: MooncakeClient, settings: MooncakeSettings, rank: int) -> None:
-    """Gives the memory again when the process of `client` dies, until it is taken back."""
-    client.wait()
-    if _given.get(settings) is client:
-        logger.warning("the process that gives memory to mooncake has ended: the blocks in it are lost")
-    while _given.get(settings) is client:
-        time.sleep(PAUSE_S)
-        with _lock, contextlib.suppress(KVCacheError, OSError):  # a master that is away is told by those who ask it
-            if _given.get(settings) is client:
-                _give(settings, rank)
-                num_bytes = settings.global_segment_size
-                logger.warning("mooncake has %d MiB of memory of this process again", num_bytes // MIB)
+def _give(settings: MooncakeSettings, num_bytes: int) -> None:
+    """Until it is taken back."""
+    was_lost = False
+    while settings in _given:
+        try:
+            client = MooncakeClient(settings, segment_bytes=num_bytes)
+        except (KVCacheError, OSError):  # a master that is away is told by those who ask it
+            time.sleep(PAUSE_S)
+            continue
+        with _lock:
+            is_wanted = settings in _given
+            if is_wanted:
+                _given[settings] = client
+        if not is_wanted:
+            client.close()
+            return
+        if was_lost:
+            logger.warning("mooncake has %d MiB of memory of this process again", num_bytes // MIB)
+        client.wait()
+        with _lock:
+            was_lost = _given.get(settings) is client
+            if was_lost:
+                _given[settings] = None
+        if was_lost:
+            logger.warning("the process that gives memory to mooncake has ended: the blocks in it are lost")
+            time.sleep(PAUSE_S)

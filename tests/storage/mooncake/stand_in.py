@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -13,11 +14,20 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_kvcache_v1.storage.mooncake import client, process
+from fastdeploy_kvcache_v1.storage.mooncake import client, process, share
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 
 SETTINGS = MooncakeSettings("P2PHANDSHAKE", "127.0.0.1:50051", "127.0.0.1:77", 1 << 20, protocol="tcp")
 NOT_STORED, NO_ROOM, WRONG_SIZE = -704, -200, -600
+
+
+def give_now(settings: MooncakeSettings) -> None:
+    """Returns when the memory is there."""
+    share.give_memory(settings, settings.global_segment_size)
+    deadline = time.monotonic() + 30
+    while share._given[settings] is None:
+        assert time.monotonic() < deadline, "the memory is not given"
+        time.sleep(0.002)
 
 
 class Cluster:

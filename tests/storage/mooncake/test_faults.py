@@ -4,6 +4,7 @@ import itertools
 import signal
 import time
 
+import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
@@ -13,6 +14,8 @@ from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBack
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from tests.fault_proxy import Fault, FaultProxy
 from tests.mooncake_master import Master, needs_mooncake
+from tests.storage.mooncake.stand_in import give_now
+from tests.storage.store_host import StoreHost
 from tests.storage.values import VALUE_BYTES, got, keys, namespace, put, register
 
 pytestmark = [pytest.mark.process, needs_mooncake()]
@@ -48,7 +51,7 @@ def settings(master):
 def store(settings, monkeypatch, request):
     """Opens backends as servers do, with memory of their own in `slots`. The store has 64 MiB."""
     monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
-    share.give_memory(settings, 0)
+    give_now(settings)
 
     def open_store(count):
         backend = MooncakeBackend(settings, namespace())
@@ -70,7 +73,7 @@ def proxy(master):
 @pytest.fixture
 def behind_proxy(master, proxy, store):
     """A backend that reaches the master through the proxy; what it reads lies in memory that does not."""
-    backend = MooncakeBackend(MooncakeSettings.read(master.environment(proxy.address)), namespace(), gives_memory=False)
+    backend = MooncakeBackend(MooncakeSettings.read(master.environment(proxy.address)), namespace())
     backend.slots = register(backend, COUNT)
     yield backend
     proxy.fault = Fault.NONE
@@ -161,6 +164,28 @@ def test_nothing_arrives_after_a_load_was_given_up(store, settings, monkeypatch)
     other = store(len(many))
     assert healed(lambda: got(other, *many)) in (0, len(many)), "the peer goes on"
     assert [bytes(buffer) for buffer in backend.slots] == before
+
+
+def test_store_process_that_is_killed_takes_its_clients_along_and_no_value(master, monkeypatch, tmp_path):
+    """Two ranks: three clients for the store process, and one that gives memory, which is the engine's."""
+    monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
+    for name, value in master.environment().items():
+        monkeypatch.setenv(name, value)
+    host = StoreHost(tmp_path / "store", ranks=2, heads=2, backend="mooncake")
+    try:
+        host.wait_until(lambda: host.store(0, 1).num_refused == 0)
+        assert (host.load(0, 1).num_arrived, host.holds((0, 1), at=8)) == (2, True)
+        clients = psutil.Process(host.process.pid).children(recursive=True)
+        assert len(clients) == 3
+        host.kill()
+        host.wait_until(lambda: not host.process.is_serving)
+        host.wait_until_it_serves()
+        assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in clients)
+        host.fill((2, 3), at=6)
+        assert (host.load(0, 1).num_arrived, host.holds((0, 1), at=8)) == (2, True)
+    finally:
+        host.close()
+        share.take_back_memory()
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,17 @@ from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBack
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from tests.storage.mooncake.stand_in import NOT_STORED, SETTINGS
-from tests.storage.values import DIGEST, VALUE_BYTES, got, keys, namespace, put, register
+from tests.storage.mooncake.stand_in import NOT_STORED, SETTINGS, give_now
+from tests.storage.values import DIGEST, VALUE_BYTES, got, holds, keys, namespace, put, register, sealed
 
 
 @pytest.fixture
 def store(cluster, request):
-    """Opens backends as ranks do, with memory for `count` values."""
+    """Opens backends as a server does, with memory for `count` values."""
 
-    def open_one(count=16, rank=0):
-        backend = MooncakeBackend(SETTINGS, namespace(), rank=rank)
+    def open_one(count=16):
+        give_now(SETTINGS)
+        backend = MooncakeBackend(SETTINGS, namespace())
         request.addfinalizer(backend.close)
         register(backend, count)
         return backend
@@ -58,10 +59,10 @@ def test_keys_begin_with_the_namespace(store, cluster):
 
 
 def test_memory_is_registered_in_pieces_that_end_at_slots(store, cluster, monkeypatch):
-    monkeypatch.setattr(mooncake_backend, "largest_registration", lambda _: 3 * VALUE_BYTES + 100)
+    monkeypatch.setattr(client, "largest_registration", lambda _: 3 * VALUE_BYTES + 100)
     assert put(store(8), *range(8)) == 8
     assert cluster.registered == [3 * VALUE_BYTES, 3 * VALUE_BYTES, 2 * VALUE_BYTES]
-    monkeypatch.setattr(mooncake_backend, "largest_registration", lambda _: VALUE_BYTES - 1)
+    monkeypatch.setattr(client, "largest_registration", lambda _: VALUE_BYTES - 1)
     assert store(2).count_stored(keys(1)) == 1
     assert cluster.registered[3:] == [VALUE_BYTES] * 2, "a slot is never cut"
 
@@ -74,12 +75,14 @@ def test_a_process_gives_its_memory_once_and_until_it_ends(store, cluster):
     assert (len(share._given), cluster.room) == (1, SETTINGS.global_segment_size)
     take_back_memory()
     assert (len(share._given), cluster.room) == (0, 0)
-    give_memory(SETTINGS, 0)
+    give_now(SETTINGS)
+    give_memory(SETTINGS, 1)
     assert cluster.room == SETTINGS.global_segment_size
 
 
 def test_memory_of_a_client_that_dies_is_given_again_until_taken_back(store, cluster, monkeypatch, caplog):
     monkeypatch.setattr(share, "PAUSE_S", 0.01)
+    before = giving()
     backend = store()
     put(backend, 1)
     cluster.refusals["setup"] = -900
@@ -90,12 +93,16 @@ def test_memory_of_a_client_that_dies_is_given_again_until_taken_back(store, clu
     wait_until(lambda: len(caplog.messages) == 2)
     assert put(backend, 2) == 1, "by the connection of before, which met no error"
     take_back_memory()
-    wait_until(lambda: all(thread.name != "kv-mooncake" for thread in threading.enumerate()))
+    wait_until(lambda: not (giving() - before))
     assert caplog.messages == [
         "the process that gives memory to mooncake has ended: the blocks in it are lost",
         "mooncake has 1 MiB of memory of this process again",
     ]
     assert cluster.room == 0
+
+
+def giving():
+    return {thread for thread in threading.enumerate() if thread.name == "kv-mooncake"}
 
 
 def wait_until(condition):
@@ -105,16 +112,44 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_memory_that_could_not_be_given_is_given_later(store, cluster):
+def test_memory_that_could_not_be_given_is_given_later(store, cluster, monkeypatch):
+    monkeypatch.setattr(share, "PAUSE_S", 0.01)
     cluster.refusals["setup"] = -900
-    with pytest.raises(StorageError):
-        give_memory(SETTINGS, 0)
+    give_memory(SETTINGS, SETTINGS.global_segment_size)
+    wait_until(lambda: len(cluster.setups) > 2)
     cluster.refusals.clear()
     assert put(store(), 1) == 1
 
 
+def test_memory_that_is_taken_back_while_it_is_given_is_given_no_more(cluster, monkeypatch):
+    monkeypatch.setattr(share, "PAUSE_S", 0.01)
+    before = giving()
+    cluster.refusals["setup"] = -900
+    give_memory(SETTINGS, 1 << 20)
+    wait_until(lambda: cluster.setups)
+    take_back_memory()
+    wait_until(lambda: not (giving() - before))
+    assert cluster.room == 0
+
+
+def test_values_lie_in_the_memories_of_several_ranks(cluster, request):
+    give_now(SETTINGS)
+    request.addfinalizer(take_back_memory)
+    backend = MooncakeBackend(SETTINGS, namespace())
+    request.addfinalizer(backend.close)
+    memories = [register(backend, 3) for _ in range(3)]
+    places = [memories[2][0], memories[0][2], memories[1][1]]
+    for place, key in zip(places, keys(1, 2, 3), strict=True):
+        place[:] = sealed(key)
+    assert backend.put(keys(1, 2, 3), places) == 3
+    into = [memories[1][0], memories[2][2], memories[0][0]]
+    assert backend.get(keys(1, 2, 3), into) == 3
+    assert all(holds(place, key) for place, key in zip(into, keys(1, 2, 3), strict=True))
+    assert cluster.registered == [3 * VALUE_BYTES] * 3
+
+
 def test_who_gives_nothing_has_no_room_and_reads(store, cluster):
-    backend = MooncakeBackend(SETTINGS, namespace(), gives_memory=False)
+    backend = MooncakeBackend(SETTINGS, namespace())
     register(backend, 4)
     with pytest.raises(StorageFullError, match="no room for 2 of 2 values"):
         put(backend, 1, 2)
@@ -133,15 +168,16 @@ def test_without_room_some_are_refused_and_the_store_goes_on(store, cluster):
 
 
 @pytest.mark.parametrize("hostname", ["10.0.0.7:77", "10.0.0.7", "fe80::1"])
-def test_the_client_is_set_up_with_the_settings_of_its_rank(cluster, monkeypatch, hostname):
+def test_the_client_is_set_up_with_the_settings_of_its_server(cluster, monkeypatch, hostname):
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
     settings = MooncakeSettings("P2PHANDSHAKE", "10.0.0.1:5", hostname, 5, 6, rdma_devices="a,b")
-    give_memory(settings, 1)
+    give_memory(settings, 15)
+    wait_until(lambda: share._given[settings] is not None)
     MooncakeClient(settings).close()
     take_back_memory()
     assert cluster.setups == [
-        (hostname, "P2PHANDSHAKE", 5, 6, "rdma", "b", "10.0.0.1:5"),
-        (hostname, "P2PHANDSHAKE", 0, 6, "rdma", "a", "10.0.0.1:5"),
+        (hostname, "P2PHANDSHAKE", 15, 6, "rdma", "a,b", "10.0.0.1:5"),
+        (hostname, "P2PHANDSHAKE", 0, 6, "rdma", "a,b", "10.0.0.1:5"),
     ]
     environment = cluster.environments[0]
     assert environment["MC_TCP_BIND_ADDRESS"] == ("fe80::1" if hostname == "fe80::1" else "10.0.0.7")
@@ -216,10 +252,14 @@ def test_it_is_opened_by_name_from_the_environment(store, cluster, monkeypatch):
     settings = StorageSettings("mooncake")
     check_settings(settings)
     check_backend(settings, namespace())
-    backend = open_backend(settings, namespace(), rank=1)
+    backend = open_backend(settings, namespace())
     assert backend.count_stored(keys(1)) == 0
     backend.close()
-    assert [setup[5:] for setup in cluster.setups] == [("a", "10.0.0.1:5")] * 2 + [("b", "10.0.0.1:5")]
+    assert [setup[5:] for setup in cluster.setups] == [("a,b", "10.0.0.1:5")] * 3
+    settings.kind.beside(settings, 3)
+    wait_until(lambda: None not in share._given.values())
+    assert cluster.setups[3][2] == 3 << 30, "for each rank"
+    take_back_memory()
     cluster.refusals["setup"] = -900
     for check in (lambda: check_settings(settings), lambda: check_backend(settings, namespace())):
         with pytest.raises(StorageError, match="cannot connect to mooncake's master"):

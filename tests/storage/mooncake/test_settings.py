@@ -79,10 +79,9 @@ def test_this_machine_is_found_by_the_way_to_the_master():
         MooncakeSettings("P2PHANDSHAKE", "nobody.invalid:1").hostname  # noqa: B018
 
 
-def test_ranks_take_devices_in_turn():
-    settings = MooncakeSettings(**NEEDED, rdma_devices="mlx5_0, mlx5_1,")
-    assert [settings.device_of(rank) for rank in range(5)] == ["mlx5_0", "mlx5_1", "mlx5_0", "mlx5_1", "mlx5_0"]
-    assert MooncakeSettings(**NEEDED).device_of(3) == ""
+def test_devices_are_given_as_mooncake_reads_them():
+    assert MooncakeSettings(**NEEDED, rdma_devices="mlx5_0, mlx5_1,").devices == "mlx5_0,mlx5_1"
+    assert MooncakeSettings(**NEEDED).devices == ""
 
 
 @pytest.mark.parametrize(
