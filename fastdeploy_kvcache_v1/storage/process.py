@@ -28,7 +28,7 @@ from io import FileIO
 from typing import Any, NamedTuple, Protocol
 
 from ..contract.messages import BlockHash
-from ..forks import closed_in_children
+from ..forks import closed_in_children, opening
 from .frames import Frames
 from .messages import (
     Ending,
@@ -304,8 +304,9 @@ class StoreProcess:
             self._is_accompanied = True
             self._settings.kind.beside(self._settings, self.num_ranks)
         mapped = tuple(MappedSlots(each.file.fileno(), each.num_slots, each.slot_bytes) for each in memories)
-        ours, theirs = map(closed_in_children, socket.socketpair())
-        life, lives = map(closed_in_children, map(FileIO, os.pipe(), "rw"))
+        with opening:
+            ours, theirs = map(closed_in_children, socket.socketpair())
+            life, lives = map(closed_in_children, map(FileIO, os.pipe(), "rw"))
         start = Start(self._settings, self._parts.num_parts, mapped, lives.fileno())
         with theirs, lives:
             try:

@@ -386,7 +386,7 @@ def test_a_store_that_may_write_late_is_ended_before_its_failure_is_told(start, 
 
 
 @pytest.mark.parametrize("escapes", [False, True])
-def test_processes_that_the_store_has_started_are_over_before_a_failure_is_told(start, escapes):
+def test_processes_of_the_store_end_before_its_failure_is_told(start, escapes):
     """Of its process group they are killed, and one of another group is waited for."""
     host = start(starts=False)
     host.breaks(child="escapes" if escapes else "stays")
