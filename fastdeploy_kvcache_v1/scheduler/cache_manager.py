@@ -48,11 +48,9 @@ from .block_pool import BlockPool
 from .cache_stats import CacheStats, Counters
 from .copies_by_step import CopiesByStep
 from .event_log import EventLog
-from .evicted_pieces import EvictedPieces
 from .invariants import expect
 from .loans import Loads, Stores
 from .lookahead import Lookahead
-from .misses import Misses
 from .policies.backup import BACKUP_POLICIES
 from .policies.eviction import eviction_order
 from .policies.host_duplicates import HostDuplicates
@@ -63,7 +61,9 @@ from .reuse.history import ReuseHistory
 from .run import DEVICE, HOST
 from .snapshot import CacheSnapshot, count, describe, look
 from .tiering import Tiering
-from .traffic_log import Row, Traffic, TrafficLog
+from .traffic.evicted_pieces import EvictedPieces
+from .traffic.log import Row, Traffic, TrafficLog
+from .traffic.misses import Misses
 
 __all__ = ["CacheManager"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
-from .evicted_pieces import RESET
 from .residency import Residency
 from .reuse.history import Stretch
 from .reuse.sessions import Session
 from .run import Run
+from .traffic.evicted_pieces import RESET
 
 NONE_ABOVE: Stretch = (0, 0)
 

@@ -23,13 +23,13 @@ from ..contract.sessions import SessionHint
 from ..errors import CacheStateError, UnknownRequestError
 from .cache_stats import Counters
 from .invariants import expect
-from .misses import Misses
 from .radix_tree import RadixTree
 from .request_state import RequestState
 from .reuse.history import ReuseHistory
 from .run import Run
 from .tiering import Tiering
-from .traffic_log import TrafficLog
+from .traffic.log import TrafficLog
+from .traffic.misses import Misses
 
 
 class RequestTable:

@@ -13,11 +13,11 @@ from itertools import chain, takewhile
 from ..contract.messages import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import BlockPool
 from .event_log import EventLog
-from .evicted_pieces import EVICTED_DEVICE, EVICTED_HOST, RESET, EvictedPieces
 from .invariants import check_queue, check_runs, expect
 from .policies.eviction import EvictionOrder
 from .policies.host_duplicates import HostDuplicates
 from .run import DEVICE, HOST, HostCopy, Run, RunQueue
+from .traffic.evicted_pieces import EVICTED_DEVICE, EVICTED_HOST, RESET, EvictedPieces
 
 
 class Residency:

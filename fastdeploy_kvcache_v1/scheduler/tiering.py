@@ -20,12 +20,12 @@ from ..contract.messages import (
 from ..errors import PoolInUseError
 from .cache_stats import Counters
 from .copies_by_step import CopiesByStep
-from .evicted_pieces import COPY_FAILED
 from .lookahead import Lookahead
 from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
 from .residency import Residency
 from .run import DEVICE, Run
+from .traffic.evicted_pieces import COPY_FAILED
 
 
 class Tiering:

@@ -19,7 +19,7 @@ import msgspec
 
 from ..contract.plan import Plan
 from ..scheduler.cache_manager import CacheManager
-from ..scheduler.traffic_log import Traffic
+from ..scheduler.traffic.log import Traffic
 from ..switch import SWITCH
 
 logger = logging.getLogger(__name__)

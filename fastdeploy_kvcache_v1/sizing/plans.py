@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ..config import KVCacheConfig
 from ..contract.plan import FEWEST_EVICTIONS, FEWEST_REQUESTS, Plan, PlannedSize
-from ..scheduler.traffic_log import Traffic
+from ..scheduler.traffic.log import Traffic
 from .simulation import Outcome, Simulation
 
 DEVICE_FACTORS = (2.0, 4.0)

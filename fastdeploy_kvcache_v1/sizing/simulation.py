@@ -13,7 +13,7 @@ from ..contract.messages import BlockHash, CacheAccess, NoSpace
 from ..contract.sessions import SessionHint
 from ..scheduler.block_hashing import GivenHashes
 from ..scheduler.cache_manager import CacheManager
-from ..scheduler.traffic_log import NAME_BYTES, Row, Traffic
+from ..scheduler.traffic.log import NAME_BYTES, Row, Traffic
 
 
 class Logged(NamedTuple):

@@ -20,9 +20,9 @@ from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
 from fastdeploy_kvcache_v1.lab.traffic import KINDS, Source
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.evicted_pieces import EVICTED_DEVICE, EvictedPieces
-from fastdeploy_kvcache_v1.scheduler.misses import MOST_KEPT
 from fastdeploy_kvcache_v1.scheduler.run import Run
+from fastdeploy_kvcache_v1.scheduler.traffic.evicted_pieces import EVICTED_DEVICE, EvictedPieces
+from fastdeploy_kvcache_v1.scheduler.traffic.misses import MOST_KEPT
 
 from .scenario import manager, play_law, run
 

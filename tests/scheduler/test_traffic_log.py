@@ -11,7 +11,7 @@ from fastdeploy_kvcache_v1.contract.messages import BlockHash
 from fastdeploy_kvcache_v1.contract.sessions import UNTOLD, session_hint
 from fastdeploy_kvcache_v1.scheduler.block_hashing import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.traffic_log import (
+from fastdeploy_kvcache_v1.scheduler.traffic.log import (
     MOST_BLOCKS,
     MOST_REQUESTS,
     NAME_BYTES,

@@ -18,7 +18,7 @@ from fastdeploy_kvcache_v1.explain.sizes import told
 from fastdeploy_kvcache_v1.lab.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.traffic_log import Traffic
+from fastdeploy_kvcache_v1.scheduler.traffic.log import Traffic
 from fastdeploy_kvcache_v1.sizing import planner as planning
 from fastdeploy_kvcache_v1.sizing.planner import LASTS_S, TIMEOUT_S, Planner, Task
 from fastdeploy_kvcache_v1.sizing.plans import make_plan

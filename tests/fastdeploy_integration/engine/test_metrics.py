@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.uncached import Uncached
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters, MissedTokens
-from fastdeploy_kvcache_v1.scheduler.misses import Misses
+from fastdeploy_kvcache_v1.scheduler.traffic.misses import Misses
 from fastdeploy_kvcache_v1.storage.engine.counters import MoveTotals, StorageCounters
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.telemetry.metrics import PREFIX, Kind, source_of

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..contract.messages import BlockHash
-from ..contract.misses import MissReason
-from .run import WIDTH, Run
+from ...contract.messages import BlockHash
+from ...contract.misses import MissReason
+from ..run import WIDTH, Run
 
 BLOCKS_PER_PIECE = 13
 """A generation has a piece for so many blocks that the cache can hold, which are 10 bytes a block at most."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .request_state import RequestState
+from ..request_state import RequestState
 
 MOST_REQUESTS = 1 << 14
 """Requests of the log at most, 5 MB."""

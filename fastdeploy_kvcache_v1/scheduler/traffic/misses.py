@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from ..contract.cache_report import RequestMiss
-from ..contract.messages import BlockHash, CacheLevel
-from ..contract.misses import Miss, MissReason, StoredPrefix
-from ..telemetry.metrics import histogram, part, source
-from .cache_stats import MissedTokens
+from ...contract.cache_report import RequestMiss
+from ...contract.messages import BlockHash, CacheLevel
+from ...contract.misses import Miss, MissReason, StoredPrefix
+from ...telemetry.metrics import histogram, part, source
+from ..cache_stats import MissedTokens
+from ..invariants import expect
+from ..radix_tree import RadixTree
+from ..request_state import RequestState
 from .evicted_pieces import (
     CAUSES,
     EVICTED_DEVICE,
@@ -24,9 +27,6 @@ from .evicted_pieces import (
     ends_on,
     length_of,
 )
-from .invariants import expect
-from .radix_tree import RadixTree
-from .request_state import RequestState
 
 MOST_KEPT = 256
 """Requests whose miss is kept: the latest, up to twice as many."""
