@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             ranks=ranks,
             transfers=role,
         )
-        link.listen({**(storage.handlers if storage is not None else {}), **(role.handlers if role is not None else {})})
+        link.listen(dict(ChainMap(*(each.handlers for each in (storage, role) if each is not None))))
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
     def load_model(self) -> None:
