@@ -78,7 +78,7 @@ class EngineLink:
         self._handlers: Mapping[type, Callable[[int, Any], None]] = {}
         self._on_gone: Callable[[int], None] = lambda rank: None
         self._closing = False
-        self._path = path
+        self.path = path
         self._listener = _listen(path)
         self._inode = path.lstat().st_ino
         self._waker = Waker()
@@ -131,9 +131,9 @@ class EngineLink:
         self._listener.close()
         self._waker.close()
         with contextlib.suppress(OSError):  # gone already, or not empty
-            if self._path.lstat().st_ino == self._inode:  # else of an engine that has taken the path
-                self._path.unlink()
-                self._path.parent.rmdir()
+            if self.path.lstat().st_ino == self._inode:  # else of an engine that has taken the path
+                self.path.unlink()
+                self.path.parent.rmdir()
 
     # ---- the thread
 

@@ -103,13 +103,13 @@ def test_a_reset_says_whether_the_store_is_kept_and_can_begin_a_new_one(tmp_path
     words = file_flags(tmp_path / "kv")
     with started(tmp_path / "server", *words, "--tensor-parallel-size", str(ranks)) as server:
         tokens, _ = ask(server)
-        wait_stored(server, ranks * CACHED // 16)
+        wait_stored(server)
         assert reset() == {"status": "ok", "reset": ["device", "host"], "kept": ["storage"]}
         assert ask(server) == (tokens, CACHED)
         before = num_values(tmp_path / "kv")
         assert reset("?reset_external=true") == {"status": "ok", "reset": ["device", "host", "storage"], "kept": []}
         assert ask(server) == (tokens, 0)
-        wait_stored(server, 2 * ranks * CACHED // 16)
+        wait_stored(server, 2 * CACHED // 16)
         wait_until(lambda: num_values(tmp_path / "kv") == 2 * before, "as many values in the new namespace")
         reset()
         assert ask(server) == (tokens, CACHED), "of the new namespace"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             ranks=ranks,
             transfers=role,
         )
-        link.listen(dict(ChainMap(*(each.handlers for each in (storage, role) if each is not None))))
+        link.listen({name: act for each in (storage, role) if each for name, act in each.handlers.items()})
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
     def load_model(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from contextlib import ExitStack
 
 from ... import __version__
@@ -15,8 +16,10 @@ from ...errors import ConfigError, StorageError
 from ...scheduler.block_hashing import HASH_VERSION
 from ...scheduler.cache_manager import CacheManager
 from ...storage.backends import check_backend, make_tier
+from ...storage.engine.link import StorageLink
 from ...storage.model_digest import model_digest, numeric_variables, paddle_version, processor
 from ...storage.namespace import Namespace
+from ...storage.process import StoreProcess
 from ...telemetry.trace_recorder import TraceRecorder
 from ...transfer.settings import PeerPort
 from .app import create_app
@@ -36,6 +39,7 @@ from .worker.client import ProcessWorkerClient, StartInterruptedError
 
 logger = logging.getLogger(__name__)
 
+STORE_START_S = 5.0
 LINGER_S = 1.0
 """Seconds that /health shows the reason after a worker died, before the server ends."""
 
@@ -101,6 +105,7 @@ def _serve(
     engine.start()
     if worker.storage is not None:
         worker.storage.listen(engine.on_storage)
+        _wait_for_store(worker.storage)
     if asker is not None:
         asker.start(engine.on_prefill_answer)
     try:
@@ -172,6 +177,13 @@ def _checked_namespace(config: ServerConfig) -> Namespace | None:
     except StorageError as error:
         logger.warning("storage fails now, the server starts without its blocks: %s", error)
     return namespace
+
+
+def _wait_for_store(store: StorageLink | StoreProcess) -> None:
+    """The first requests find their blocks, unless the store does not work."""
+    deadline = time.monotonic() + STORE_START_S
+    while isinstance(store, StoreProcess) and not store.is_serving and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _warn_of_open_address(listener: socket.socket) -> None:

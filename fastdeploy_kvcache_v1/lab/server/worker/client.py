@@ -16,11 +16,14 @@ import zmq
 
 from ....contract.messages import BatchRequest, RankCopies
 from ....errors import ConfigError
-from ....storage.backends import make_link
-from ....storage.engine.agents_link import AgentsLink
+from ....link.engine import EngineLink
+from ....link.messages import MessageTypes
+from ....storage.backends import device_link
 from ....storage.engine.link import StorageLink
+from ....storage.host_memory import memory_handlers
 from ....storage.namespace import Namespace
-from ....storage.settings import StorageSettings
+from ....storage.parts import Parts
+from ....storage.process import StoreProcess
 from ....transfer.role_info import RankInfo
 from ...model.ranks import rank_pipes
 from ..settings import ServerConfig
@@ -59,9 +62,11 @@ class ProcessWorkerClient:
         self._is_dead = threading.Lock()
         """Held once the end of one rank was reported. The other ranks end because of it."""
         self._directory: Path | None = None
-        """Directory of the storage agents' sockets, until each rank is ready."""
-        self.storage: StorageLink | AgentsLink | None = None
-        """Link to the workers' storage agents, with storage."""
+        """Directory of the storage sockets, until each rank is ready."""
+        self._link: EngineLink | None = None
+        """By which the store process gets the host tiers."""
+        self.storage: StorageLink | StoreProcess | None = None
+        """What reaches the store, with storage."""
         self.copies: list[RankCopies] = []
         """Totals of each rank when it was ready."""
         self.rank_infos: list[RankInfo] = []
@@ -70,16 +75,20 @@ class ProcessWorkerClient:
             addresses = [("", "")] * config.tensor_parallel_size
             if config.storage is not None:
                 self._directory = _private_directory()
-                results = f"ipc://{self._directory / 'storage-results'}"
-                names = (f"storage-commands{rank}" for rank in range(config.tensor_parallel_size))
-                addresses = [(f"ipc://{self._directory / name}", results) for name in names]
-                self.storage = _bind_storage(config.storage, addresses)
+                if config.storage.uses_device_tier:
+                    results = f"ipc://{self._directory / 'storage-results'}"
+                    names = (f"storage-commands{rank}" for rank in range(config.tensor_parallel_size))
+                    addresses = [(f"ipc://{self._directory / name}", results) for name in names]
+                    self.storage = _bind_storage(addresses)
+                else:
+                    self._link, self.storage = _map_host_tiers(config, self._directory)
             for rank, peers in enumerate(rank_pipes(config.tensor_parallel_size)):
                 launch = WorkerLaunch(
                     config=config,
                     namespace=namespace,
                     rank=rank,
                     storage_addresses=addresses[rank],
+                    link=None if self._link is None else self._link.path,
                     parent_pid=os.getpid(),
                 )
                 self._ranks.append(RankProcess(launch, peers, on_poll=self._require_start))
@@ -114,16 +123,21 @@ class ProcessWorkerClient:
             rank.close(deadline)
         if self.storage is not None:
             self.storage.close()
+        if self._link is not None:
+            self._link.close()
         self._remove_directory()
 
     def _wait_until_ready(self) -> None:
-        while self.storage is not None and not self.storage.is_connected(round(POLL_S * 1000)):
+        while isinstance(self.storage, StorageLink) and not self.storage.is_connected(round(POLL_S * 1000)):
             self._require_start()
         for rank in self._ranks:
             ready = rank.wait_ready()
             if ready.transfer is not None:
                 self.rank_infos.append(ready.transfer)
             self.copies.append(ready.copies)
+        while self._link is not None and not self._link.is_complete:
+            self._require_start()
+            time.sleep(POLL_S)
         self._remove_directory()  # not needed any more, and a SIGKILL would leave it behind
 
     def _require_start(self) -> None:
@@ -143,9 +157,20 @@ class ProcessWorkerClient:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _bind_storage(settings: StorageSettings, addresses: list[tuple[str, str]]) -> StorageLink | AgentsLink:
+def _map_host_tiers(config: ServerConfig, directory: Path) -> tuple[EngineLink, StoreProcess]:
+    """Raises `ConfigError`."""
+    assert config.storage is not None
+    num_ranks, model = config.tensor_parallel_size, config.model
+    link = EngineLink(directory / "link", num_ranks, MessageTypes(), word=directory.name)
+    parts = Parts.of(num_ranks, None if model.ranks_cache_alike else model.num_kv_heads)
+    store = StoreProcess(config.storage, parts)
+    link.listen(memory_handlers(link, store), store.drop_memory)
+    return link, store
+
+
+def _bind_storage(addresses: list[tuple[str, str]]) -> StorageLink:
     try:
-        return make_link(settings, [commands for commands, _ in addresses], addresses[0][1])
+        return device_link([commands for commands, _ in addresses], addresses[0][1])
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot make a socket at {addresses[0][1]}: {error}") from None
 

@@ -8,6 +8,7 @@ steps, and with a role `TransferNews` of leases and fetches that ended.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ....contract.messages import RankCopies
 from ....storage.namespace import Namespace
@@ -24,7 +25,9 @@ class WorkerLaunch:
     """Namespace of its blocks, with a store or a role."""
     rank: int = 0
     storage_addresses: tuple[str, str] = ("", "")
-    """For its storage agent's commands and answers, with storage."""
+    """For its storage agent's commands and answers, with storage over the device tier."""
+    link: Path | None = None
+    """Socket of the engine's link, in a directory that names the engine, with storage over the host tier."""
     parent_pid: int = 0
 
 

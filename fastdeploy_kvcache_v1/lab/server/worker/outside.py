@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
+from pathlib import Path
 
-from ....storage.agent import StorageAgent
+from ....link.messages import MessageTypes
+from ....link.rank import RankLink
 from ....storage.attention_store.agent import AttentionStoreAgent
 from ....storage.attention_store.sdk import DeviceCaches
-from ....storage.backends import open_backend
-from ....storage.base import SlotMemory
-from ....storage.lane_agent import LaneAgent
+from ....storage.host_memory import RankMemory
 from ....storage.namespace import Namespace
 from ....storage.seal import TRAILER_BYTES
 from ....storage.settings import StorageSettings
@@ -23,16 +22,14 @@ from ....transfer.socket_plane import SocketPlane
 from ....worker.cache_controller import CacheController
 from ..disaggregation.settings import Role, RoleSettings
 
-__all__ = ["digest_of", "give_memory", "host_trailer_bytes", "make_agent", "make_transfers"]
+__all__ = ["digest_of", "give_device_memory", "give_host_memory", "host_trailer_bytes", "make_agent", "make_transfers"]
 
 
-def make_agent(settings: StorageSettings | None, addresses: tuple[str, str], rank: int) -> LaneAgent | None:
+def make_agent(settings: StorageSettings | None, addresses: tuple[str, str], rank: int) -> AttentionStoreAgent | None:
     """`addresses` for its commands and its answers; `rank` of its worker."""
-    if settings is None:
+    if settings is None or not settings.uses_device_tier:
         return None
-    if settings.uses_device_tier:
-        return AttentionStoreAgent(*addresses, rank=rank)
-    return StorageAgent(*addresses, rank=rank, open_backend=partial(open_backend, settings, rank=rank))
+    return AttentionStoreAgent(*addresses, rank=rank)
 
 
 def host_trailer_bytes(settings: StorageSettings | None) -> int:
@@ -40,23 +37,28 @@ def host_trailer_bytes(settings: StorageSettings | None) -> int:
     return 0 if settings is None or settings.uses_device_tier else TRAILER_BYTES
 
 
-def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namespace | None) -> None:
-    """Register the memory of the tiers. Raises `ConfigError` or `StorageError` for an unusable store."""
-    if isinstance(agent, AttentionStoreAgent):
-        assert namespace is not None, "where there is storage there is a namespace"
-        agent.use(
-            DeviceCaches.over(
-                controller.transfers.device_rows,
-                late_writes=controller.transfers.late_writes,
-                refilled=controller.transfers.refilled,
-            )
+def give_device_memory(agent: AttentionStoreAgent, controller: CacheController, namespace: Namespace | None) -> None:
+    """Raises `ConfigError` or `StorageError` for an unusable store."""
+    assert namespace is not None, "where there is storage there is a namespace"
+    agent.use(
+        DeviceCaches.over(
+            controller.transfers.device_rows,
+            late_writes=controller.transfers.late_writes,
+            refilled=controller.transfers.refilled,
         )
-        agent.connect(namespace)
-    else:
-        assert isinstance(agent, StorageAgent)
-        pool = controller.host_pool
-        memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
-        agent.use(pool.memory_of_slot, memory)
+    )
+    agent.connect(namespace)
+
+
+def give_host_memory(path: Path, rank: int, num_ranks: int, controller: CacheController) -> RankLink:
+    """To the store process, over the link at `path`, for as long as that is open."""
+    pool = controller.host_pool
+    assert pool.buffer.file is not None, "it was made to be shared"
+    link = RankLink(path, rank, num_ranks, MessageTypes(), word=path.parent.name)
+    memory = RankMemory(link)
+    link.listen(memory.handlers)
+    memory.use(pool.buffer.file, pool.num_blocks, pool.slot_bytes)
+    return link
 
 
 def digest_of(namespace: Namespace) -> str:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ....contract.messages import BatchRequest
 from ....errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError, WorkerDiedError
-from ....storage.lane_agent import LaneAgent
+from ....storage.attention_store.agent import AttentionStoreAgent
 from ....transfer.rank_transfers import RankTransfers
 from ....transfer.role_info import RankInfo
 from ....worker.cache_controller import CacheController
@@ -32,7 +32,14 @@ from ...model.ranks import Ranks, inherited_pipes
 from ...model.step import StepResult
 from ...model.step_runner import StepRunner
 from .messages import WorkerLaunch, WorkerReady
-from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
+from .outside import (
+    digest_of,
+    give_device_memory,
+    give_host_memory,
+    host_trailer_bytes,
+    make_agent,
+    make_transfers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +104,14 @@ def main() -> int:
     return _serve(launch, link, ranks, agent, stop)
 
 
-def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgent | None, stop: Stop) -> int:
+def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: AttentionStoreAgent | None, stop: Stop) -> int:
     try:
         runner, controller, transfers = _build(launch, ranks)
         if agent is not None:
-            give_memory(agent, controller, launch.namespace)
+            give_device_memory(agent, controller, launch.namespace)
+        host_link = None
+        if launch.link is not None:
+            host_link = give_host_memory(launch.link, ranks.rank, ranks.size, controller)
     except Exception as error:  # the edge of the process: the engine process reports it
         if not isinstance(error, KVCacheError):
             logger.exception("the worker cannot start")
@@ -126,6 +136,8 @@ def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgen
             transfers.close()
         if agent is None or agent.close():
             controller.free()  # the memory of a store that hangs goes with the process
+        if host_link is not None:
+            host_link.close()
     return 0
 
 
