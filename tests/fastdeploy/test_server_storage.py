@@ -1,9 +1,13 @@
 """The real server with a store: what one computed, the next one and the other one do not compute again."""
 
 import json
-from contextlib import contextmanager
+import random
+import signal
+import threading
+from contextlib import contextmanager, suppress
 
 import openai
+import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
@@ -12,7 +16,7 @@ from tests.storage.attention_store.stand_in import environment as sdk
 from tests.storage.attention_store.stand_in import num_stored, set_faults
 
 from .cpu_server import BLOCK_SIZE, NONE, ask, started, wait_until
-from .server_workload import noise
+from .server_workload import Workload, expected_of, noise
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
 
@@ -109,6 +113,52 @@ def test_shared_store_outlives_servers_and_damage_costs_only_hits(release, tmp_p
             again = ask(client, PROMPT)
             assert (again.tokens, again.cached_tokens) == (first.tokens, cached)
         assert_tenants_never_meet(client, first)
+
+
+def rounds(workload):
+    workload.documents()
+    workload.conversations()
+
+
+@contextmanager
+def store_process_in_trouble(server):
+    """It is killed at random moments, or stopped, which its engine ends after a deadline. Yields what was done."""
+    rng, done, is_over = random.Random(5), [], threading.Event()
+    parent = psutil.Process(server.process.pid)
+
+    def harm():
+        while not is_over.wait(rng.uniform(0.2, 2.0)):
+            for process in parent.children(recursive=True):
+                with suppress(psutil.Error):
+                    if "fastdeploy_kvcache_v1.storage.child" in process.cmdline():
+                        number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+                        process.send_signal(number)
+                        done.append(number)
+
+    thread = threading.Thread(target=harm)
+    thread.start()
+    try:
+        yield done
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_store_process_in_trouble_costs_hits_and_no_token(release, tmp_path):
+    expected = expected_of(release, part=rounds)
+    words = (*file_store(tmp_path / "kv"), "--num-gpu-blocks-override", "40", "--swap-space", "0.004")
+    with serving(release, tmp_path / "server", *words) as (server, client):
+        with store_process_in_trouble(server) as done:
+            workload = Workload(client)
+            while not {signal.SIGKILL, signal.SIGSTOP} <= {*done} or len(done) < 4:
+                rounds(workload)
+                workload.assert_tokens_of(expected)
+        idle = lambda: server.metrics()["host_loading_blocks"] == 0  # noqa: E731  published now and then
+        wait_until(idle, "slots that loads had", 60.0)
+        first = ask(client, PROMPT)
+        before = counts(server)["storage_blocks_total"]
+        wait_stored(server, client, before + BLOCKS)  # another process serves
+        assert ask(client, PROMPT).tokens == first.tokens
 
 
 def assert_tenants_never_meet(client, plain):
