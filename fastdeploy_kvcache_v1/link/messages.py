@@ -62,8 +62,8 @@ class MessageTypes:
     """Types of the messages that each end accepts, by name. Nothing that arrives is unpickled."""
 
     def __init__(self, to_engine: Sequence[type] = (), to_rank: Sequence[type] = ()) -> None:
-        self.to_engine = _decoders((Hello, Memory, Gone, WorkerReport, *to_engine))
-        self.to_rank = _decoders((Welcome, Released, *to_rank))
+        self.to_engine = decoders_of((Hello, Memory, Gone, WorkerReport, *to_engine))
+        self.to_rank = decoders_of((Welcome, Released, *to_rank))
         schemas = [decoder.type for table in (self.to_engine, self.to_rank) for decoder in table.values()]
         digest = blake2b(msgspec.json.encode(list(map(msgspec.json.schema, schemas))), digest_size=8).hexdigest()
         self.version = f"{__version__} {digest}"
@@ -76,7 +76,7 @@ _frame = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 _encoder = msgspec.msgpack.Encoder()
 
 
-def _decoders(types: Sequence[type]) -> Decoders:
+def decoders_of(types: Sequence[type]) -> Decoders:
     decoders: Decoders = {each.__name__: msgspec.msgpack.Decoder(each) for each in types}
     assert len(decoders) == len(types), f"two messages have one name: {types}"
     return decoders

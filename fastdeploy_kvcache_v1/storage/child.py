@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import queue
+import select
 import signal
 import socket
 import sys
@@ -29,8 +30,9 @@ import xxhash
 
 from ..contract.messages import BlockHash
 from ..errors import KVCacheError, StorageError
+from ..link.messages import decoders_of, encode
+from ..link.peer import Peer
 from .base import SlotMemory, StorageBackend, StorageFullError, StoreKey
-from .frames import Frames
 from .messages import (
     Ending,
     LoadBlocks,
@@ -49,6 +51,7 @@ from .messages import (
 from .namespace import Namespace, block_key
 from .parts import Parts
 from .seal import TRAILER_BYTES, is_sealed, seal
+from .settings import StorageSettings
 
 logger = logging.getLogger(__name__)
 
@@ -153,12 +156,12 @@ class Lane:
 class Server:
     """What the process does from its first message on."""
 
-    def __init__(self, start: Start, frames: Frames) -> None:
-        self._settings = start.settings
+    def __init__(self, start: Start, engine: Peer) -> None:
+        self._settings = StorageSettings(**start.settings)
         self._slots = HostSlots(start)
-        self._frames = frames
+        self._engine = engine
         self._sending = threading.Lock()
-        self._num_loading = start.settings.kind.load_threads
+        self._num_loading = self._settings.kind.load_threads
         self._threads = ThreadPoolExecutor(self._num_loading, "kv-store-load")
         self._questions = Lane("query", self, self._ask)
         self._loads = Lane("load", self, self._load)
@@ -177,7 +180,10 @@ class Server:
 
     def say(self, message: object) -> None:
         with self._sending:
-            self._frames.send(message)
+            self._engine.outbox.put(encode(message))
+            while self._engine.outbox:
+                select.select([], [self._engine.socket], [])
+                self._engine.outbox.flush(self._engine.socket)
 
     def end(self, error: Exception) -> None:
         """End the process, with every byte that moves. Does not return."""
@@ -294,13 +300,15 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # of the thread that started this process
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s store process: %(message)s")
     types = (Start, UseNamespace, QueryBlocks, LoadBlocks, StoreBlocks, TouchBlocks)
-    frames = Frames(socket.socket(fileno=int(sys.argv[1])), types)
+    engine = Peer(lambda: socket.socket(fileno=int(sys.argv[1])), decoders_of(types))
     server: Server | None = None
     try:
         while True:
-            for message in frames.read():
+            select.select([engine.socket], [], [])
+            engine.receive()
+            for message in engine.messages():
                 if server is None:
-                    server = Server(message, frames)
+                    server = Server(message, engine)
                 else:
                     server.take(message)
     except EOFError:

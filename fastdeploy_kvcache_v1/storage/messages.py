@@ -6,11 +6,10 @@ A store over host slots answers each command once. With one over device slots, e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..contract.messages import BlockHash
 from .namespace import Namespace
-from .settings import StorageSettings
 
 __all__ = [
     "CommitDone",
@@ -194,7 +193,8 @@ class MappedSlots:
 class Start:
     """The first message to a store process."""
 
-    settings: StorageSettings
+    settings: dict[str, Any]
+    """Of a `StorageSettings`."""
     num_parts: int
     """Of each block, see `Parts`."""
     memories: tuple[MappedSlots, ...]

@@ -27,9 +27,13 @@ from dataclasses import dataclass, field
 from io import FileIO
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from ..contract.messages import BlockHash
+from ..errors import KVCacheError
 from ..forks import closed_in_children, opening
-from .frames import Frames
+from ..link.messages import decoders_of, encode
+from ..link.peer import Peer, Waker
 from .messages import (
     Ending,
     LoadBlocks,
@@ -67,6 +71,8 @@ LANES = {
     StoreDone: "store",
 }
 """Of the process: who does a command, and whose an answer is. Each lane answers in order."""
+
+TYPES = decoders_of((Ready, Ending, RanksDiffer, QueryDone, LoadDone, StoreDone, TouchDone))
 
 STOP_TIMEOUT_S = 2.0
 
@@ -126,9 +132,9 @@ class Lane:
 class _Child:
     """A process, from its start to the proof of its end."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], frames: Frames, pidfd: int, life: FileIO) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], peer: Peer, pidfd: int, life: FileIO) -> None:
         self.popen = popen
-        self.frames = frames
+        self.peer = peer
         self.pidfd = pidfd
         self.life = life
         self.is_dead = False
@@ -143,6 +149,11 @@ class _Child:
     def is_opening(self) -> bool:
         return any(isinstance(each, UseNamespace) for lane in self.lanes.values() for each, _ in lane.commands)
 
+    def send(self, message: object) -> None:
+        """Its end is told by its pidfd."""
+        self.peer.outbox.put(encode(message))
+        self.peer.outbox.flush(self.peer.socket)
+
     def kill(self, reason: str) -> None:
         if self.ending is None:
             self.ending = reason
@@ -153,7 +164,7 @@ class _Child:
 
     def close(self) -> None:
         """After its end."""
-        self.frames.connection.close()
+        self.peer.close()
         self.life.close()
         os.close(self.pidfd)
         self.popen.wait()  # at once, even if another part of the program has taken its status
@@ -186,7 +197,7 @@ class StoreProcess:
         self._start_at = 0.0
         self._stop_by: float | None = None
         self._inbox: deque[Callable[[], None]] = deque()
-        self._waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
         self._thread.start()
 
@@ -205,7 +216,7 @@ class StoreProcess:
     def use_memory(self, rank: int, file: File, num_slots: int, slot_bytes: int) -> None:
         """The host tier of `rank` is `file` from here on, which this object closes. Earlier memory was dropped."""
         memory = _Memory(closed_in_children(file), num_slots, slot_bytes)
-        self._post(lambda: self._memories.__setitem__(rank, memory))
+        self._post(lambda: self._use_memory(rank, memory))
 
     def drop_memory(self, rank: int, released: Callable[[], object] = lambda: None) -> None:
         """The host tier of `rank` is about to lose its memory. `released` is called when no other process maps it.
@@ -241,7 +252,7 @@ class StoreProcess:
 
     def _post(self, act: Callable[[], None]) -> None:
         self._inbox.append(act)
-        os.eventfd_write(self._waker, 1)
+        self._waker.wake()
 
     # ---- the thread
 
@@ -259,22 +270,22 @@ class StoreProcess:
             self._wait(selector)
         for memory in self._memories.values():
             memory.file.close()
+        self._waker.close()
 
     def _wait(self, selector: selectors.BaseSelector) -> None:
         """Until something happens, or a deadline has passed."""
         child = self._child
-        selector.register(self._waker, selectors.EVENT_READ)
+        selector.register(self._waker.receiver, selectors.EVENT_READ)
         if child is not None:
             selector.register(child.life if child.is_dead else child.pidfd, selectors.EVENT_READ)
             if child.ending is None:
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.frames.has_unsent else 0)
-                selector.register(child.frames.connection, events)
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.peer.outbox else 0)
+                selector.register(child.peer.socket, events)
         deadline = self._next_deadline()
         ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
         for key in list(selector.get_map().values()):
             selector.unregister(key.fileobj)
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._waker)
+        self._waker.clear()
         if child is not None and ready:
             self._hear(child, {key.fileobj for key, _ in ready})
 
@@ -294,8 +305,8 @@ class StoreProcess:
         if self._can_start and time.monotonic() >= self._start_at:
             try:
                 self._start()
-            except OSError as error:
-                self._failed(f"cannot be started: {error.strerror}")
+            except (OSError, KVCacheError) as error:
+                self._failed(f"cannot be started: {error}")
 
     def _start(self) -> None:
         assert self._namespace is not None
@@ -307,7 +318,9 @@ class StoreProcess:
         with opening:
             ours, theirs = map(closed_in_children, socket.socketpair())
             life, lives = map(closed_in_children, map(FileIO, os.pipe(), "rw"))
-        start = Start(self._settings, self._parts.num_parts, mapped, lives.fileno())
+        peer = Peer(lambda: ours, TYPES)
+        settings = msgspec.to_builtins(self._settings, enc_hook=str)
+        start = Start(settings, self._parts.num_parts, mapped, lives.fileno())
         with theirs, lives:
             try:
                 popen = subprocess.Popen(
@@ -319,14 +332,11 @@ class StoreProcess:
                     start_new_session=True,  # Ctrl-C is for who serves
                 )
             except OSError:
-                ours.close()
+                peer.close()
                 life.close()
                 raise
-        ours.setblocking(False)
-        types = (Ready, Ending, RanksDiffer, QueryDone, LoadDone, StoreDone, TouchDone)
-        self._child = child = _Child(popen, Frames(ours, types), os.pidfd_open(popen.pid), life)
-        with suppress(OSError):
-            child.frames.send(start)
+        self._child = child = _Child(popen, peer, os.pidfd_open(popen.pid), life)
+        child.send(start)
         self._name(child, self._namespace)
 
     def _name(self, child: _Child, namespace: Namespace) -> None:
@@ -338,8 +348,7 @@ class StoreProcess:
     def _send(self, child: _Child, command: Any, limit_s: float, *lanes: Lane) -> None:
         for lane in lanes:
             lane.add(command, limit_s, now=time.monotonic())
-        with suppress(OSError):  # its end is told by its pidfd
-            child.frames.send(command)
+        child.send(command)
 
     def _do(self, command: Any) -> None:
         child = self._child
@@ -358,6 +367,11 @@ class StoreProcess:
         self._namespace = namespace
         if self._child is not None and self._child.ending is None:
             self._name(self._child, namespace)
+
+    def _use_memory(self, rank: int, memory: _Memory) -> None:
+        if rank in self._memories:  # a process maps the earlier one
+            self._drop(rank, lambda: None)
+        self._memories[rank] = memory
 
     def _drop(self, rank: int, released: Callable[[], object]) -> None:
         memory = self._memories.pop(rank, None)
@@ -405,16 +419,16 @@ class StoreProcess:
         if child.is_dead:
             return
         is_over = child.pidfd in ready
-        with suppress(OSError):
-            child.frames.flush()
+        child.peer.outbox.flush(child.peer.socket)
         try:
-            # What was answered before the end has happened.
-            while (is_over or child.frames.connection in ready) and (messages := child.frames.read()):
-                for message in messages:
+            if is_over or child.peer.socket in ready:
+                child.peer.receive()
+                for message in child.peer.messages():  # what was answered before the end has happened
                     self._take(child, message)
         except EOFError:
-            if not is_over:  # it ends, or has closed its end
-                child.kill("it has ended")
+            child.kill("it has ended")
+        except (ValueError, LookupError) as error:
+            child.kill(f"it says what it must not: {error}")
         if is_over:
             child.kill("it has ended")
             child.is_dead = True

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "attention": EVERYBODY,
     "link": EVERYBODY,
     "worker": {"attention", *EVERYBODY},
-    "storage": {"attention", "scheduler", *EVERYBODY},
+    "storage": {"attention", "link", "scheduler", *EVERYBODY},
     "transfer": {"attention", "worker", *EVERYBODY},
     "sizing": {"scheduler", *EVERYBODY},
     "explain": EVERYBODY,

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from fastdeploy_kvcache_v1.link.messages import encode
 from fastdeploy_kvcache_v1.storage import process as module
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.messages import LoadDone, QueryDone, StoreDone, TouchDone
@@ -411,6 +412,39 @@ def test_processes_of_the_store_end_before_its_failure_is_told(start, escapes):
     assert host.memories[0][-1] == last
 
 
+def test_what_cannot_be_started_is_tried_again(start, monkeypatch):
+    host = start(limits=Limits(first_pause_s=0.01, longest_pause_s=0.02), starts=False)
+    tried = []
+
+    def fail(*command, **options):
+        tried.append(command)
+        raise OSError("no memory")
+
+    monkeypatch.setattr(module.subprocess, "Popen", fail)
+    host.use_memory(0)
+    host.process.use_namespace(namespace())
+    host.wait_until(lambda: len(tried) > 2)
+    assert "cannot be started: no memory" in host.query(0).error
+    monkeypatch.undo()
+    install(host.directory, monkeypatch)
+    host.wait_until_it_serves()
+
+
+@pytest.mark.parametrize("said", [StoreDone("s", 1), b"\xff"])
+def test_a_process_that_says_what_it_must_not_is_ended(start, said):
+    host = start()
+    first, child = host.process.pid, host.process._child
+    child.peer._arrived += frame(said)  # as if it had arrived before the next answer
+    assert "it says what it must not" in host.query(0).error
+    host.wait_until_it_serves()
+    assert host.process.pid != first
+
+
+def frame(message):
+    body = message if isinstance(message, bytes) else encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
 # ---- memory and life
 
 
@@ -434,6 +468,17 @@ def test_memory_that_is_dropped_is_unmapped_before_that_is_told(start):
     host.process.drop_memory(0)
     host.process.drop_memory(1, lambda: host._heard("released"))
     assert host.answer() == "released"
+
+
+def test_memory_that_comes_again_takes_the_place_of_the_earlier_one(start):
+    host = start()
+    host.store(0, 1)
+    first, earlier = host.process.pid, host.memories[0]
+    host.use_memory(0)
+    host.wait_until(lambda: host.process.pid not in (None, first))
+    host.wait_until_it_serves()
+    assert (host.load(0, 1).num_arrived, host.holds((0, 1), at=8)) == (2, True)
+    assert not any(earlier[8 * VALUE_BYTES :]), "nothing went there"
 
 
 def test_nothing_starts_before_all_ranks_have_memory(start):
@@ -512,7 +557,7 @@ def test_the_process_dies_with_an_engine_that_is_killed(tmp_path):
 def test_the_process_ends_with_its_connection(start):
     host = start()
     first = host.process.pid
-    host.process._child.frames.connection.shutdown(socket.SHUT_WR)
+    host.process._child.peer.socket.shutdown(socket.SHUT_WR)
     host.wait_until(lambda: host.process.pid not in (None, first))
     host.wait_until_it_serves()
     assert not is_running(first)
