@@ -66,9 +66,8 @@ class _Ended:
     hashes: Sequence[bytes] | None = None
     input_length: int = 0
     output_length: int = 0
-    session: bytes = b""
-    return_in_s: float | None = None
-    calls_tool: bool = False
+    session: Any = None
+    """A `SessionHint`."""
 
 
 @source("trace recorder")
@@ -113,24 +112,14 @@ class TraceRecorder:
         """Record a request that arrived `age_s` seconds ago. The caller must call `ended` or `left` for it."""
         return Ticket(next(self._numbers), time.monotonic() - age_s)
 
-    def ended(
-        self,
-        ticket: Ticket,
-        hashes: Sequence[bytes],
-        input_length: int,
-        output_length: int,
-        session: bytes = b"",
-        return_in_s: float | None = None,
-        *,
-        calls_tool: bool = False,
-    ) -> None:
-        """Record the end of a request. `hashes`: of its full blocks, output included; it may grow meanwhile. The KV of
-        the last output token was not computed. `session` to `calls_tool` as in a `SessionHint`. O(blocks).
+    def ended(self, ticket: Ticket, sequence: Any, num_prompt: int) -> None:
+        """Record the end of a request, whose `BlockHashes` begin with `num_prompt` tokens of the prompt. The KV of the
+        last output token was not computed. O(blocks).
         """
-        num_blocks = (input_length + max(0, output_length - 1)) // self._block_size
-        known = hashes[:num_blocks]
-        item = _Ended(ticket, time.monotonic(), known, input_length, output_length, session, return_in_s, calls_tool)
-        self._put(item, len(known))
+        num_outputs = sequence.num_tokens - num_prompt
+        hashes = sequence.hashes[: (num_prompt + max(0, num_outputs - 1)) // self._block_size]
+        item = _Ended(ticket, time.monotonic(), hashes, num_prompt, num_outputs, sequence.session)
+        self._put(item, len(hashes))
 
     def left(self, ticket: Ticket) -> None:
         """Record that a request left before any of it was computed."""
@@ -207,8 +196,8 @@ class TraceRecorder:
             "hash_ids": prompt,
             **({"output_hash_ids": names[num_full:]} if len(names) > num_full else {}),
             **self._turn(item),
-            **({} if item.return_in_s is None else {"return_in_s": item.return_in_s}),
-            **({"tool_call": True} if item.calls_tool else {}),
+            **({} if item.session.return_in_s is None else {"return_in_s": item.session.return_in_s}),
+            **({"tool_call": True} if item.session.calls_tool else {}),
         }
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
@@ -222,9 +211,9 @@ class TraceRecorder:
         """Make the fields of a turn of a session. A turn that began before the previous one ended has none. `MOMENT_S`
         is tolerated: a client can have the answer before the server has ended the request.
         """
-        if not item.session:
+        if not item.session.name:
             return {}
-        name = blake2b(item.session, digest_size=NAME_BYTES, key=self._key).hexdigest()
+        name = blake2b(item.session.name, digest_size=NAME_BYTES, key=self._key).hexdigest()
         before_s = self._sessions.get(name)
         if before_s is not None and before_s > item.ticket.arrived_s + MOMENT_S:
             return {}

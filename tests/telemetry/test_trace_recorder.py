@@ -25,10 +25,10 @@ from tests.e2e.server_process import wait_until
 BLOCK = 16
 
 
-def hashes_of(*tokens: int) -> list[bytes]:
-    hasher = BlockHasher(BLOCK)
+def hashed(tokens, session=UNTOLD):
+    hasher = BlockHasher(BLOCK, session=session)
     hasher.extend(list(tokens))
-    return hasher.hashes
+    return hasher
 
 
 @pytest.fixture
@@ -47,9 +47,7 @@ def record(recorder, tokens, *, prompt=None, session=UNTOLD, ticket=None):
     """A request of these tokens, of which the first `prompt` are the prompt's."""
     prompt = len(tokens) if prompt is None else prompt
     ticket = recorder.arrived() if ticket is None else ticket
-    name, _, return_in_s, calls_tool = session
-    num_outputs = len(tokens) - prompt
-    recorder.ended(ticket, hashes_of(*tokens), prompt, num_outputs, name, return_in_s, calls_tool=calls_tool)
+    recorder.ended(ticket, hashed(tokens, session), prompt)
 
 
 def lines(path):
@@ -99,7 +97,7 @@ def test_names_tell_nothing_without_the_key(tmp_path):
         assert set(line) == {"timestamp", "tokens_per_id", "hash_ids", "session_id", "input_length", "output_length"}
         ids.append({*line["hash_ids"], line["session_id"]})
     assert len(ids[0] | ids[1]) == 2 * 5
-    plain = {int.from_bytes(block[:8], order) for block in hashes_of(*range(64)) for order in ("big", "little")}
+    plain = {int.from_bytes(block[:8], order) for block in hashed(range(64)).hashes for order in ("big", "little")}
     assert not plain & (ids[0] | ids[1])
 
 

@@ -33,10 +33,7 @@ class TracedRequests:
             return
         tokens, ticket = known
         tokens.catch_up()
-        num_prompt = tokens.num_prompt_tokens
-        num_outputs = tokens.num_tokens - num_prompt
-        name, _, return_in_s, calls_tool = tokens.session
-        self._recorder.ended(ticket, tokens.hashes, num_prompt, num_outputs, name, return_in_s, calls_tool=calls_tool)
+        self._recorder.ended(ticket, tokens, tokens.num_prompt_tokens)
 
     def all_ended(self) -> None:
         """FastDeploy has answered or dropped every request; of some it has said nothing since they were preempted."""

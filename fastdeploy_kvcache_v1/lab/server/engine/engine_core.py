@@ -422,20 +422,10 @@ class EngineCore:
     def _record(self, generation: Generation) -> None:
         if self.recorder is None or generation.ticket is None:
             return
-        if not generation.has_computed:
+        if generation.has_computed:
+            self.recorder.ended(generation.ticket, generation.hasher, len(generation.request.prompt_ids))
+        else:
             self.recorder.left(generation.ticket)
-            return
-        hasher, num_prompt = generation.hasher, len(generation.request.prompt_ids)
-        name, _, return_in_s, calls_tool = hasher.session
-        self.recorder.ended(
-            generation.ticket,
-            hasher.hashes,
-            num_prompt,
-            generation.num_outputs,
-            name,
-            return_in_s,
-            calls_tool=calls_tool,
-        )
 
     def _fail_unfit(self, head: Generation) -> None:
         """Fail a request that finds no room although nothing runs or is copied: it would wait forever."""
