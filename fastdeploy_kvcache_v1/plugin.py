@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from .switch import is_enabled, say_refusals_alone
+from .switch import is_enabled, name_session, say_refusals_alone
 
 FASTDEPLOY = "fastdeploy"
 
@@ -41,6 +41,7 @@ def _start() -> None:
     if is_enabled():
         from .fastdeploy_integration.overlay import overlay
 
+        name_session()
         overlay.start()
 
 

@@ -8,6 +8,14 @@ from types import TracebackType
 
 SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
 
+SESSION_VARIABLE = "FD_KVCACHE_V1_SESSION"
+"""Names the processes of one server: an engine refuses worker ranks that a killed one left behind."""
+
+
+def name_session() -> None:
+    """Name the server that this process starts, unless the process belongs to one."""
+    os.environ.setdefault(SESSION_VARIABLE, os.urandom(4).hex())
+
 
 def is_enabled(*, unset: str = "0") -> bool:
     """Read the switch from the environment. Unset or empty means `unset`. Raises `ConfigError` unless 0 or 1."""

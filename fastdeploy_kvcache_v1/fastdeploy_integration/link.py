@@ -13,11 +13,11 @@ from ..link.engine import EngineLink
 from ..link.messages import MessageTypes
 from ..link.place import socket_path
 from ..link.rank import RankLink
+from ..switch import SESSION_VARIABLE
 from ..transfer.offer_desk import LeaseEnd
 from ..transfer.rank_messages import COMMANDS, TransferNews
 from ..transfer.role_info import RankInfo
 from .disaggregation.leases import LeaseOpened, LeaseWithdrawn
-from .settings import SESSION_VARIABLE
 
 TYPES = MessageTypes(
     to_engine=(RankInfo, TransferNews, LeaseOpened, LeaseWithdrawn, LeaseEnd),
@@ -39,7 +39,7 @@ def rank_link(config: Any) -> RankLink:
 
 
 def _word() -> str:
-    """Workers inherit it from their engine."""
+    """Workers inherit it from their engine, and all of a server's engines from the process that starts them."""
     return os.environ.get(SESSION_VARIABLE, "")
 
 

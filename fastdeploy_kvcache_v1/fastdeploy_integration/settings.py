@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import MutableMapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +16,13 @@ from ..link.place import socket_path
 from ..scheduler.policies.eviction import EVICTION_POLICY
 from ..storage.registry import store_kind
 from ..storage.settings import STORAGE_FLAGS, StorageSettings
+from ..switch import SESSION_VARIABLE
 
 ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FLAGS) if flag.fastdeploy == "added")
 """Fields that FastDeploy's `EngineArgs` and `CacheConfig` lack."""
 
 BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
 STORAGE_VARIABLE = "FD_KVCACHE_V1_STORAGE"
-SESSION_VARIABLE = "FD_KVCACHE_V1_STORAGE_SESSION"
 DIRECTORY_VARIABLE = "FILE_BACKEND_STORAGE_DIR"
 """FastDeploy's variable for its file store."""
 
@@ -60,8 +59,6 @@ def export(
     """Pass the settings to workers that are started from now on."""
     environment[BLOCK_BYTES_VARIABLE] = "" if block_bytes is None else str(block_bytes)
     environment[STORAGE_VARIABLE] = "" if storage is None else json.dumps(asdict(storage), default=str)
-    if not environment.get(SESSION_VARIABLE):  # data parallel engines inherit that of the first
-        environment[SESSION_VARIABLE] = secrets.token_hex(4)
 
 
 def storage_address(queue_port: int, rank: int | None = None) -> str:

@@ -8,12 +8,14 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import settings
 from fastdeploy_kvcache_v1.storage.settings import STORAGE_FLAGS
+from fastdeploy_kvcache_v1.switch import SESSION_VARIABLE, name_session
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("STORAGE_VARIABLE", "SESSION_VARIABLE", "DIRECTORY_VARIABLE"):
-        monkeypatch.delenv(getattr(settings, name), raising=False)
+    for name in (settings.STORAGE_VARIABLE, settings.DIRECTORY_VARIABLE, SESSION_VARIABLE):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
 
 
 def flags(backend="file", directory="/a", gib=1.0, prefetch="timeout"):
@@ -60,10 +62,10 @@ def test_without_a_backend_there_is_no_storage(monkeypatch):
 def test_a_worker_of_a_killed_engine_meets_nobody(monkeypatch):
     addresses = []
     for _ in range(2):
-        monkeypatch.delenv(settings.SESSION_VARIABLE, raising=False)
-        export(None, monkeypatch)
+        monkeypatch.delenv(SESSION_VARIABLE, raising=False)
+        name_session()
         addresses += [settings.storage_address(8001), settings.storage_address(8001, 0)]
     assert len(set(addresses)) == 4
-    export(None, monkeypatch)
+    name_session()
     assert settings.storage_address(8001) == addresses[2], "data parallel engines have that of the first one"
     assert settings.storage_address(8002) != addresses[2]

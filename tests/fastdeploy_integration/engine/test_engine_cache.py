@@ -12,12 +12,12 @@ from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, CopyResul
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.link import rank_link
-from fastdeploy_kvcache_v1.fastdeploy_integration.settings import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.link.messages import Gone, Memory
 from fastdeploy_kvcache_v1.link.place import socket_path
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.parts import Parts
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.switch import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.telemetry.metrics import source_of
 from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from tests.fastdeploy_integration.fd_configs import fd_config

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.settings import SESSION_VARIABLE, STORAGE_VARIABLE, export
+from fastdeploy_kvcache_v1.fastdeploy_integration.settings import STORAGE_VARIABLE, export
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import storage as storage_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import DeviceStorage, HostStorage, rank_storage
 from fastdeploy_kvcache_v1.link.messages import Gone, Memory, Released
 from fastdeploy_kvcache_v1.storage import host_memory
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.switch import SESSION_VARIABLE
 from tests.fastdeploy_integration.fd_configs import fd_config
 
 FILE = StorageSettings("file", "/unused")
