@@ -16,7 +16,7 @@ MODULES = {
     "": ("msgspec", "numpy", "prometheus_client", "psutil", "pyroaring", "tomli", "tqdm", "wrapt"),
     "embedded": (
         "PIL", "anyio", "fastapi", "filelock", "gguf", "httpx2", "paddle", "pydantic",
-        "safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "xxhash", "yaml", "zmq",
+        "safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "xxhash", "yaml",
     ),
     "demo": ("rich",),
     "gpu": ("cupy",),

@@ -13,6 +13,7 @@ from ..link.engine import EngineLink
 from ..link.messages import MessageTypes
 from ..link.place import socket_path
 from ..link.rank import RankLink
+from ..storage.attention_store import tasks
 from ..switch import SESSION_VARIABLE
 from ..transfer.offer_desk import LeaseEnd
 from ..transfer.rank_messages import COMMANDS, TransferNews
@@ -20,8 +21,8 @@ from ..transfer.role_info import RankInfo
 from .disaggregation.leases import LeaseOpened, LeaseWithdrawn
 
 TYPES = MessageTypes(
-    to_engine=(RankInfo, TransferNews, LeaseOpened, LeaseWithdrawn, LeaseEnd),
-    to_rank=COMMANDS,
+    to_engine=(RankInfo, TransferNews, LeaseOpened, LeaseWithdrawn, LeaseEnd, *tasks.ANSWERS),
+    to_rank=(*COMMANDS, *tasks.COMMANDS),
 )
 
 

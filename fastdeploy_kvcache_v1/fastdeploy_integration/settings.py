@@ -12,11 +12,9 @@ from typing import Any
 from ..config import KVCacheConfig, WritePolicy
 from ..contract.flags import CACHE_FLAGS, SWAP_SPACE, WRITE_POLICY
 from ..errors import ConfigError
-from ..link.place import socket_path
 from ..scheduler.policies.eviction import EVICTION_POLICY
 from ..storage.registry import store_kind
 from ..storage.settings import STORAGE_FLAGS, StorageSettings
-from ..switch import SESSION_VARIABLE
 
 ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FLAGS) if flag.fastdeploy == "added")
 """Fields that FastDeploy's `EngineArgs` and `CacheConfig` lack."""
@@ -59,12 +57,6 @@ def export(
     """Pass the settings to workers that are started from now on."""
     environment[BLOCK_BYTES_VARIABLE] = "" if block_bytes is None else str(block_bytes)
     environment[STORAGE_VARIABLE] = "" if storage is None else json.dumps(asdict(storage), default=str)
-
-
-def storage_address(queue_port: int, rank: int | None = None) -> str:
-    """Of storage commands to `rank`, or of all ranks' answers. Workers left by a killed engine have another session."""
-    name = f"storage-{os.environ[SESSION_VARIABLE]}" + ("" if rank is None else f"-{rank}")
-    return f"ipc://{socket_path(queue_port, name)}"
 
 
 def without_effect(cache: Any) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from functools import partial
 
 from ..contract.messages import BlockHash
+from ..link.engine import EngineLink
 from ..scheduler.cache_manager import CacheManager
 from .base import StorageBackend
-from .engine.agents_link import AgentsLink
 from .engine.link import StorageLink
 from .engine.open_passes import Passes
 from .engine.store_link import CommandLink, StoreLink
@@ -17,7 +15,7 @@ from .engine.tier import StorageTier
 from .namespace import Namespace, commit_key
 from .settings import StorageSettings
 
-__all__ = ["check_backend", "check_settings", "make_link", "make_tier", "open_backend"]
+__all__ = ["check_backend", "check_settings", "make_tier", "open_backend"]
 
 
 def open_backend(settings: StorageSettings, namespace: Namespace, *, rank: int = 0) -> StorageBackend:
@@ -44,24 +42,11 @@ def check_settings(settings: StorageSettings) -> None:
     settings.kind.check(settings, None)
 
 
-def device_link(commands_addresses: Sequence[str], results_address: str) -> StorageLink:
-    """The engine's end of the agents of a store over the device tier, whose questions go to rank 0. Raises
-    `zmq.ZMQError`.
-    """
-    from .attention_store.agent import NUM_LANES
+def device_link(ranks: EngineLink) -> StorageLink:
+    """The engine's end of the agents of a store over the device tier, whose questions go to rank 0."""
+    from .attention_store.tasks import ANSWERS
 
-    return StorageLink(commands_addresses, results_address, open_backend=None, lanes_per_agent=NUM_LANES)
-
-
-def make_link(
-    settings: StorageSettings, commands_addresses: Sequence[str], results_address: str
-) -> StorageLink | AgentsLink:
-    """The engine's end of the agents. Raises `zmq.ZMQError`."""
-    if settings.uses_device_tier:
-        return device_link(commands_addresses, results_address)
-    if settings.kind.beside is not None:
-        settings.kind.beside(settings, len(commands_addresses))
-    return AgentsLink(StorageLink(commands_addresses, results_address, open_backend=partial(open_backend, settings)))
+    return StorageLink(ranks, ANSWERS)
 
 
 def make_tier(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import zmq
-
 from ..errors import KVCacheError
-from .messages import LaneConnected, UseNamespace
+from .messages import UseNamespace
 from .namespace import Namespace
 
 __all__ = ["Connection", "Lane"]
@@ -47,17 +44,17 @@ class Lane:
         open_backend: Callable[[Namespace], Connection],
         work: Callable[[Any, Any], Any],
         on_error: Callable[[Any, str], Any],
-        results: tuple[zmq.Context[zmq.Socket[bytes]], str],
+        answer: Callable[[Any], None],
         niceness: int = 0,
     ) -> None:
-        """`work` answers a command, given what `open_backend` returned, and `on_error` one whose work raised. The
-        answer goes to the socket that listens at the address in `results`. Starts at once.
+        """`work` answers a command, given what `open_backend` returned, and `on_error` one whose work raised. `answer`
+        takes the answer, on the thread of the lane. Starts at once.
         """
         self.name = name
         self._open_backend = open_backend
         self._work = work
         self._on_error = on_error
-        self._results = results
+        self._answer = answer
         self._niceness = niceness
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._namespace: Namespace | None = None
@@ -95,24 +92,19 @@ class Lane:
     def _run(self) -> None:
         if self._niceness:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)  # on Linux, of a thread
-        context, address = self._results
-        with context.socket(zmq.PUSH) as socket:
-            socket.set(zmq.LINGER, 0)
-            socket.connect(address)
-            _send(socket, LaneConnected())
-            while (command := self._commands.get()) is not None and not self._stop:
-                if isinstance(command, UseNamespace):
-                    self._disconnect()
-                    self._namespace = command.namespace
-                elif isinstance(command, _Reconnect):
-                    self._disconnect()
-                else:
-                    with self._busy:
-                        answer = self._answer(command)
-                    _send(socket, answer)
-            self._disconnect()
+        while (command := self._commands.get()) is not None and not self._stop:
+            if isinstance(command, UseNamespace):
+                self._disconnect()
+                self._namespace = command.namespace
+            elif isinstance(command, _Reconnect):
+                self._disconnect()
+            else:
+                with self._busy:
+                    answer = self._answer_to(command)
+                self._answer(answer)
+        self._disconnect()
 
-    def _answer(self, command: Any) -> Any:
+    def _answer_to(self, command: Any) -> Any:
         try:
             return self._work(self._connected(), command)
         except Exception as error:  # the edge of the thread: this unit of work fails
@@ -135,7 +127,3 @@ class Lane:
                 backend.close()
             except Exception:  # the edge of the thread, and a foreign library
                 logger.exception("%s could not close its connection", self.name)
-
-
-def _send(socket: zmq.Socket[bytes], message: object) -> None:
-    socket.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))

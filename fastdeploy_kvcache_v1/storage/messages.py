@@ -12,11 +12,9 @@ from ..contract.messages import BlockHash
 from .namespace import Namespace
 
 __all__ = [
-    "CommitDone",
     "Connect",
     "Connected",
     "Ending",
-    "LaneConnected",
     "LoadBlocks",
     "LoadDone",
     "MappedSlots",
@@ -32,11 +30,6 @@ __all__ = [
     "TouchDone",
     "UseNamespace",
 ]
-
-
-@dataclass(frozen=True)
-class LaneConnected:
-    """The first message of every lane: the names of the sockets are not needed any more."""
 
 
 @dataclass(frozen=True)
@@ -145,14 +138,6 @@ class RankDone:
 
     rank: int
     answer: LoadDone | StoreDone
-
-
-@dataclass(frozen=True)
-class CommitDone:
-    """The blocks of a store, whose parts all ranks have stored, can be found from now on, unless there is an error."""
-
-    store_id: str
-    error: str | None = None
 
 
 @dataclass(frozen=True)

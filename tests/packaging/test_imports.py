@@ -62,7 +62,7 @@ INSIDE = {
     "worker/ops": set(),
     "worker/runtime": {"worker/ops"},
     "worker/cuda": {"worker/ops", "worker/runtime"},
-    "storage/engine": {"attention", "scheduler"},
+    "storage/engine": {"attention", "link", "scheduler"},
     "storage/file": {"attention"},
     "storage/attention_store": {"attention", "scheduler", "storage/engine"},
     "storage/mooncake": set(),

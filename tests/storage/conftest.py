@@ -1,7 +1,5 @@
 """Stores of every kind."""
 
-from functools import partial
-
 import pytest
 
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
@@ -10,7 +8,7 @@ from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBack
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from tests.mooncake_master import Master
 from tests.storage.attention_store.stand_in import installed
-from tests.storage.machines import DeviceMachine, HostMachine
+from tests.storage.machines import DeviceMachine
 from tests.storage.mooncake.stand_in import SETTINGS, Cluster, give_now
 
 
@@ -49,23 +47,15 @@ def connecting(request, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def start_machine(request, connecting, tmp_path, monkeypatch):
-    """`start_machine(store)(ranks=2)`: servers on one store, closed at the end."""
+def start_machine(request, sdk_store):
+    """`start_machine(ranks=2)`: servers on one attention store, closed at the end."""
 
-    def of(store):
-        if store == "attention store":
-            make = partial(DeviceMachine, request.getfixturevalue("sdk_store"))
-        else:
-            make = partial(HostMachine, connecting(store))
+    def start(**options):
+        made = DeviceMachine(sdk_store, **options)
+        request.addfinalizer(made.close)
+        return made
 
-        def start(**options):
-            made = make(**options)
-            request.addfinalizer(made.close)
-            return made
-
-        return start
-
-    return of
+    return start
 
 
 @pytest.fixture

@@ -5,47 +5,50 @@ from __future__ import annotations
 import json
 import queue
 import tempfile
-import threading
 import time
+from pathlib import Path
 
 from fastdeploy_kvcache_v1.errors import StorageError
-from fastdeploy_kvcache_v1.storage.agent import StorageAgent
-from fastdeploy_kvcache_v1.storage.attention_store.agent import NUM_LANES, AttentionStoreAgent
+from fastdeploy_kvcache_v1.lab.server.worker.messages import LINK_TYPES
+from fastdeploy_kvcache_v1.link.engine import EngineLink
+from fastdeploy_kvcache_v1.link.rank import RankLink
+from fastdeploy_kvcache_v1.storage.attention_store.agent import AttentionStoreAgent
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, ReadStorageTask, WriteStorageTask
-from fastdeploy_kvcache_v1.storage.engine.link import StorageLink
-from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, StoreBlocks, UseNamespace
+from fastdeploy_kvcache_v1.storage.backends import device_link
+from fastdeploy_kvcache_v1.storage.messages import UseNamespace
 from tests.storage.attention_store.memory import Memory as DeviceMemory
 from tests.storage.attention_store.memory import space, tokens
 from tests.storage.attention_store.stand_in import set_faults
-from tests.storage.values import BLOCK_BYTES, VALUE_BYTES, block_hash, namespace
 
 LIMIT_S = 20.0
 BLOCKS = (0, 1, 2, 3)
-HASHES = tuple(map(block_hash, BLOCKS))
 INTO = (7, 6, 5, 4)
 """Slots that loads fill; those of `BLOCKS` are stored."""
 
-HOST_CALLS = {"load": "get", "store": "put", "query": "count_stored"}
 SDK_CALLS = {"load": "read", "store": "write", "query": "match"}
 
 
 class Machine:
     """What the servers of all stores have in common. Blocks are numbers, and lie in the slots of their numbers."""
 
-    def __init__(self, ranks: int, lanes_per_agent: int, open_backend) -> None:
+    def __init__(self, ranks: int) -> None:
         self._sockets = tempfile.TemporaryDirectory()
-        self.commands = [f"ipc://{self._sockets.name}/{rank}" for rank in range(ranks)]
-        self.results = f"ipc://{self._sockets.name}/results"
-        self.link = StorageLink(self.commands, self.results, open_backend=open_backend, lanes_per_agent=lanes_per_agent)
+        path = Path(self._sockets.name, "link")
+        self._engine = EngineLink(path, ranks, LINK_TYPES, word="")
+        self.link = device_link(self._engine)
+        self._engine.listen(self.link.handlers, lambda rank: None)
+        self.ranks = [RankLink(path, rank, ranks, LINK_TYPES, word="") for rank in range(ranks)]
         self.answers = queue.SimpleQueue()
 
     def make(self, agent, memory, **options) -> None:
-        self.agents = [agent(each, self.results, rank=rank, **options) for rank, each in enumerate(self.commands)]
-        self.memory = [memory(rank) for rank in range(len(self.commands))]
+        self.agents = [agent(each.send, rank=rank, **options) for rank, each in enumerate(self.ranks)]
+        self.memory = [memory(rank) for rank in range(len(self.ranks))]
 
     def start(self) -> None:
-        while not self.link.is_connected(100):
-            pass
+        for rank, agent in zip(self.ranks, self.agents, strict=True):
+            rank.listen(agent.handlers)
+        while not self.link.is_ready:
+            time.sleep(0.001)
         self.link.listen(self.answers.put)
         self.use_namespace()
         self.fill()
@@ -84,98 +87,10 @@ class Machine:
         for agent in self.agents:
             agent.close()
         self.link.close()
+        for rank in self.ranks:
+            rank.close()
+        self._engine.close()
         self._sockets.cleanup()
-
-
-class HostMemory:
-    """Host slots of one rank."""
-
-    def __init__(self, rank=0):
-        self.rank = rank
-        self.slots = [bytearray(VALUE_BYTES) for _ in range(8)]
-        self.refilled = []
-
-    def __call__(self, slot):
-        return memoryview(self.slots[slot])
-
-    def fill(self, slot, number):
-        self.slots[slot][:BLOCK_BYTES] = bytes([16 * self.rank + number + 1]) * BLOCK_BYTES
-
-    def holds(self, slot, number):
-        return self.slots[slot][:BLOCK_BYTES] == bytes([16 * self.rank + number + 1]) * BLOCK_BYTES
-
-
-class HostMachine(Machine):
-    """Of a store of values by key."""
-
-    def __init__(self, connect, ranks=1):
-        super().__init__(ranks, 2, self.connect)
-        self._connect = connect
-        self.faults, self.log = {}, []
-        """By call of the backend: what happens before it. What was done with connections, in order."""
-        self.reached, self.released = threading.Event(), threading.Event()
-        self.make(StorageAgent, HostMemory, open_backend=self.connect)
-        for agent, memory in zip(self.agents, self.memory, strict=True):
-            agent.use(memory, refilled=memory.refilled.append)
-        self.start()
-
-    def connect(self, space):
-        return Faulty(self._connect(space), self)
-
-    def namespace(self, **changes):
-        return namespace(**changes)
-
-    def storing(self, *blocks):
-        return StoreBlocks("s", tuple(HASHES[block] for block in blocks), blocks)
-
-    def loading(self, *blocks):
-        return LoadBlocks("l", tuple(HASHES[block] for block in blocks), tuple(INTO[block] for block in blocks))
-
-    def query(self, *blocks):
-        self.link.query("q", [HASHES[block] for block in blocks])
-        return self.answer()
-
-    def commit(self, *blocks):
-        self.link.commit("s", [HASHES[block] for block in blocks])
-        return self.answer()
-
-    def fails(self, error, *what):
-        def fail(*_):
-            raise error if isinstance(error, Exception) else StorageError(error)
-
-        self.faults.update({HOST_CALLS[each]: fail for each in what})
-
-    def hangs(self, what):
-        self.faults[HOST_CALLS[what]] = lambda *_: (self.reached.set(), self.released.wait(LIMIT_S))
-
-    def wait_until_it_hangs(self):
-        assert self.reached.wait(LIMIT_S)
-
-    def works(self):
-        self.faults.clear()
-        self.released.set()
-
-
-class Faulty:
-    """A backend in front of another one."""
-
-    may_write_late = True
-
-    def __init__(self, inner, machine):
-        self._inner, self._machine = inner, machine
-        self.namespace_digest = inner.namespace_digest
-        machine.log.append("open")
-
-    def __getattr__(self, name):
-        def call(*given):
-            self._machine.faults.get(name, lambda *_: None)(*given)
-            return getattr(self._inner, name)(*given)
-
-        return call
-
-    def close(self):
-        self._machine.log.append("close")
-        self._inner.close()
 
 
 class DeviceMachine(Machine):
@@ -183,7 +98,7 @@ class DeviceMachine(Machine):
 
     def __init__(self, directory, ranks=1, connects=True, **options):
         self.directory, self._ranks = directory, ranks
-        super().__init__(ranks, NUM_LANES, None)
+        super().__init__(ranks)
         self.make(AttentionStoreAgent, DeviceMemory, **options)
         if connects:
             for agent, memory in zip(self.agents, self.memory, strict=True):

@@ -12,8 +12,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
 
-import zmq
-
 from ... import __version__
 from ...config import KVCacheConfig, WritePolicy
 from ...contract.messages import CacheLevel, WorkerReport
@@ -205,7 +203,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         Finalize(None, self.link.close, exitpriority=0)  # also at the end of a forked data parallel engine
         self.reports = self.publisher.reports = Reports(num_ranks)
         self.handlers[WorkerReport] = self.reports.put
-        storage = None if chosen is None else self._make_storage(self.link, chosen, queue_port)
+        storage = None if chosen is None else self._make_storage(self.link, chosen)
         self.link.listen(self.handlers, self._rank_gone)
         if storage is not None and chosen is not None:
             self._start_storage(storage, chosen)
@@ -215,13 +213,13 @@ class EnginePrefixCache(PrefixCacheAdapter):
         if isinstance(store := None if self.storage is None else self.storage.link, StoreProcess):
             store.drop_memory(rank)
 
-    def _make_storage(self, ranks: EngineLink, chosen: StorageSettings, queue_port: int) -> EngineStorage:
-        """Raises `ConfigError`."""
+    def _make_storage(self, ranks: EngineLink, chosen: StorageSettings) -> EngineStorage:
         from fastdeploy import envs
 
         link: StoreProcess | StorageLink
         if chosen.uses_device_tier:
-            link = _agents_link(queue_port, ranks.num_ranks)
+            link = device_link(ranks)
+            self.handlers.update(link.handlers)
         else:
             heads = swap_space.num_kv_heads(self._config, envs.FD_ATTENTION_BACKEND)
             link = StoreProcess(chosen, Parts.of(ranks.num_ranks, heads))
@@ -287,15 +285,6 @@ class EnginePrefixCache(PrefixCacheAdapter):
         self.measured({rank: report.prefills for rank, report in reports})
         if self.storage is not None:
             self.storage.copies_reported(reports)
-
-
-def _agents_link(queue_port: int, num_ranks: int) -> StorageLink:
-    """Raises `ConfigError`."""
-    commands = [settings.storage_address(queue_port, rank) for rank in range(num_ranks)]
-    try:
-        return device_link(commands, settings.storage_address(queue_port))
-    except zmq.ZMQError as error:
-        raise ConfigError(f"storage cannot make its sockets {commands}: {error}; set TMPDIR") from None
 
 
 def _check_storage(chosen: StorageSettings) -> None:

@@ -14,7 +14,7 @@ from ...storage.host_memory import RankMemory
 from ...storage.seal import TRAILER_BYTES
 from ...storage.settings import StorageSettings
 from ...worker.cache_controller import CacheController
-from ..settings import storage_address, storage_settings
+from ..settings import storage_settings
 
 
 class RankStorage(ABC):
@@ -59,6 +59,7 @@ class DeviceStorage(RankStorage):
 
     def __init__(self, settings: StorageSettings, agent: AttentionStoreAgent) -> None:
         self.uses_device_tier = not settings.flush_only
+        self.handlers = agent.handlers
         self._agent = agent
 
     def use(self, controller: CacheController) -> None:
@@ -94,11 +95,9 @@ def rank_storage(
         return None
     if not settings.uses_device_tier:
         return HostStorage(link) if cache.num_cpu_blocks else None
-    port, rank = int(ranks.local_engine_worker_queue_port), int(ranks.tensor_parallel_rank)
-    addresses = storage_address(port, rank), storage_address(port)
     agent = AttentionStoreAgent(
-        *addresses,
-        rank=rank,
+        link.send,
+        rank=int(ranks.tensor_parallel_rank),
         placement={
             "device_id": device_id,
             "dp_id": int(ranks.local_data_parallel_id),

@@ -18,17 +18,15 @@ from typing import Any
 from ...errors import KVCacheError, StorageError
 from ..lane import Lane
 from ..lane_agent import STOP_TIMEOUT_S, LaneAgent
-from ..messages import Connect, Connected, LoadDone, QueryDone, RankDone, UseNamespace
+from ..messages import Connect, Connected, LoadDone, QueryDone, UseNamespace
 from ..namespace import Namespace
 from .connections import Lease, SharedConnections
 from .sdk import DeviceCaches, SdkConnection, SdkIdentity, load_sdk
-from .tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone, WriteStorageTask
+from .tasks import COMMANDS, FlushDone, MatchTask, ReadStorageTask, WriteDone, WriteStorageTask
 
-__all__ = ["NUM_LANES", "AttentionStoreAgent"]
+__all__ = ["AttentionStoreAgent"]
 
 logger = logging.getLogger(__name__)
-
-NUM_LANES = 3
 
 STORE_NICENESS = 10
 """Of the thread that stores: it gives way to whatever serves requests."""
@@ -48,20 +46,21 @@ class _Memory:
 class AttentionStoreAgent(LaneAgent):
     """Answers every task. Reads, writes and questions have a lane each: one that hangs stops no other."""
 
+    COMMANDS = COMMANDS
+
     def __init__(
         self,
-        commands_address: str,
-        results_address: str,
+        answer: Callable[[Any], None],
         *,
         rank: int,
         placement: Mapping[str, Any] = MappingProxyType({}),
         on_gpu: bool = False,
         enter_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connects to the engine at once, and starts its threads, in each of which `enter_thread` is called before the
-        SDK is. Reads and writes before `use` fail. `placement`: further arguments of `SdkIdentity.of`.
+        """Starts its threads, in each of which `enter_thread` is called before the SDK is. Reads and writes before
+        `use` fail. `answer` sends to the engine. `placement`: further arguments of `SdkIdentity.of`.
         """
-        super().__init__(commands_address, results_address)
+        super().__init__(answer)
         self._rank = rank
         self._placement = placement
         self._on_gpu = on_gpu
@@ -72,17 +71,15 @@ class AttentionStoreAgent(LaneAgent):
         self._shared = SharedConnections(self._connected)
         self._first: Lease | None = None
         """Keeps the connection that `connect` made until the lanes have theirs."""
-        self._reads = self._lane(
-            "load", self._read, lambda task, error: RankDone(rank, LoadDone(task.task_id, 0, error=error))
-        )
+        self._reads = self._lane("load", self._read, lambda task, error: LoadDone(task.task_id, 0, error=error))
         self._writes = self._lane(
             "store",
             self._write,
-            lambda task, error: RankDone(rank, WriteDone(task.task_id, 0, error=error)),
+            lambda task, error: WriteDone(task.task_id, 0, error=error),
             niceness=STORE_NICENESS,
         )
-        self._index = self._lane("query", self._answer, self._not_answered)
-        self._start(self._reads, self._writes, self._index)
+        self._index = self._lane("query", self._look_up, self._not_answered)
+        self._lanes = self._reads, self._writes, self._index
 
     def connect(self, namespace: Namespace) -> None:
         """Returns when the SDK can be used, which may take minutes.
@@ -127,7 +124,7 @@ class AttentionStoreAgent(LaneAgent):
             open_backend=self._open,
             work=work,
             on_error=on_error,
-            results=self._results,
+            answer=self._answer,
             niceness=niceness,
         )
 
@@ -154,20 +151,20 @@ class AttentionStoreAgent(LaneAgent):
 
     # ---- the lanes' work
 
-    def _read(self, lease: Lease, task: ReadStorageTask) -> RankDone:
+    def _read(self, lease: Lease, task: ReadStorageTask) -> LoadDone:
         caches = self._caches_of(task)
         start = time.monotonic()
         try:
             num_read = lease.sdk.read(task, caches)
         except Exception as error:  # the edge to a foreign library
             quiet_after_s = self._quiet_after_s(start, task.timeout)
-            return RankDone(self._rank, LoadDone(task.task_id, 0, error=_text(error), quiet_after_s=quiet_after_s))
+            return LoadDone(task.task_id, 0, error=_text(error), quiet_after_s=quiet_after_s)
         seconds = time.monotonic() - start
         caches.refilled(task.gpu_block_ids[:num_read])
         num_bytes = num_read * lease.sdk.block_bytes
-        return RankDone(self._rank, LoadDone(task.task_id, num_read, num_bytes=num_bytes, seconds=seconds))
+        return LoadDone(task.task_id, num_read, num_bytes=num_bytes, seconds=seconds)
 
-    def _write(self, lease: Lease, task: WriteStorageTask) -> RankDone:
+    def _write(self, lease: Lease, task: WriteStorageTask) -> WriteDone:
         caches = self._caches_of(task)
         start, first = time.monotonic(), task.start_write_block_idx
         num_stored = lease.sdk.match(task.token_ids) - first
@@ -179,17 +176,16 @@ class AttentionStoreAgent(LaneAgent):
                 num_written = lease.sdk.write(task.token_ids, first + num_stored, blocks, task.timeout, caches)
             except Exception as error:  # the edge to a foreign library
                 quiet_after_s = self._quiet_after_s(began, task.timeout)
-                return RankDone(self._rank, WriteDone(task.task_id, 0, error=_text(error), quiet_after_s=quiet_after_s))
-        done = WriteDone(
+                return WriteDone(task.task_id, 0, error=_text(error), quiet_after_s=quiet_after_s)
+        return WriteDone(
             task.task_id,
             num_written,
             num_bytes=num_written * lease.sdk.block_bytes,
             seconds=time.monotonic() - start,
             num_stored=min(max(0, num_stored) + num_written, len(task.gpu_block_ids)),
         )
-        return RankDone(self._rank, done)
 
-    def _answer(self, lease: Lease, task: Connect | MatchTask | WriteStorageTask) -> Connected | QueryDone | FlushDone:
+    def _look_up(self, lease: Lease, task: Connect | MatchTask | WriteStorageTask) -> Connected | QueryDone | FlushDone:
         start = time.monotonic()
         if isinstance(task, Connect):
             return Connected(self._rank)

@@ -9,9 +9,18 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..messages import StoreDone
+from ..messages import Connect, Connected, LoadDone, QueryDone, StoreDone, UseNamespace
 
-__all__ = ["CacheTask", "FlushDone", "MatchTask", "ReadStorageTask", "WriteDone", "WriteStorageTask"]
+__all__ = [
+    "ANSWERS",
+    "COMMANDS",
+    "CacheTask",
+    "FlushDone",
+    "MatchTask",
+    "ReadStorageTask",
+    "WriteDone",
+    "WriteStorageTask",
+]
 
 TRANSFER_TIMEOUT_S = 30.0
 MATCH_TIMEOUT_S = 10.0
@@ -77,3 +86,8 @@ class FlushDone(StoreDone):
     """The index has learned it, unless there is an error."""
 
     operation: ClassVar[str] = "flush"
+
+
+COMMANDS = (UseNamespace, Connect, MatchTask, ReadStorageTask, WriteStorageTask)
+ANSWERS = (Connected, QueryDone, LoadDone, WriteDone, FlushDone)
+"""Messages of a link to agents of the attention store."""

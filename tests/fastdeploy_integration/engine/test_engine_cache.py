@@ -4,7 +4,6 @@ from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import pytest
-import zmq
 
 from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.config import GIB
@@ -14,6 +13,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engin
 from fastdeploy_kvcache_v1.fastdeploy_integration.link import rank_link
 from fastdeploy_kvcache_v1.link.messages import Gone, Memory
 from fastdeploy_kvcache_v1.link.place import socket_path
+from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.parts import Parts
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
@@ -160,7 +160,7 @@ def store(fake_fastdeploy, monkeypatch):
     tier = SimpleNamespace(weigh=lambda compute_s: None, metrics=source_of(StorageTier))
     made = SimpleNamespace(tier=tier, exported=fake_fastdeploy.exported)
     parts = {
-        "device_link": lambda commands, results: (commands, results),
+        "device_link": lambda ranks: SimpleNamespace(ranks=ranks, handlers={FlushDone: None}),
         "StoreProcess": lambda chosen, parts: parts,
         "make_tier": lambda *_, **__: made.tier,
         "settings_digest": lambda *_: "a digest",
@@ -196,22 +196,17 @@ def test_a_store_is_opened_with_the_cache_service(store, monkeypatch, backend, g
         assert manager.storage.link == Parts(2, 2)
         assert {Memory, Gone} <= manager.handlers.keys()
     else:
-        commands, results = manager.storage.link
-        assert len({*commands, results}) == 3, "one for each rank, and one for what they answer"
+        assert manager.storage.link.ranks is manager.link
+        assert FlushDone in manager.handlers
     assert (store.tier, ()) in manager.publisher._parts
     assert [each.backend for _, each in store.exported] == [backend]
     assert (manager.manager.config.max_queued_events > 0) == given.get("flush_only", False)
-
-
-def no_link(*_):
-    raise zmq.ZMQError(zmq.EADDRINUSE)
 
 
 @pytest.mark.parametrize(
     ("breaks", "reason"),
     [
         (lambda m: socket_path(77).parent.touch(), "cannot make the directory"),
-        (lambda m: m.setattr(engine_patches, "device_link", no_link), "storage cannot make its sockets"),
         (lambda m: m.setattr(Storage, "fails", True), "the storage backend attention_store cannot be used: no licence"),
     ],
 )

@@ -28,7 +28,12 @@ def environment(monkeypatch, short_tmp_path):
 def agents(monkeypatch):
     """What the agents are made with."""
     made = []
-    monkeypatch.setattr(storage_module, "AttentionStoreAgent", lambda *addresses, **given: made.append(given))
+
+    def make(answer, **given):
+        made.append(given)
+        return SimpleNamespace(handlers={})
+
+    monkeypatch.setattr(storage_module, "AttentionStoreAgent", make)
     return made
 
 
@@ -74,7 +79,7 @@ def test_the_sdk_is_told_what_fastdeploy_would_tell_it(agents, monkeypatch):
 
 def test_an_agent_is_given_the_device_tier_and_lets_it_go(monkeypatch):
     told = []
-    agent = SimpleNamespace(use=told.append, let_go=lambda: told.append("let go"))
+    agent = SimpleNamespace(handlers={}, use=told.append, let_go=lambda: told.append("let go"))
     monkeypatch.setattr(storage_module, "AttentionStoreAgent", lambda *_, **__: agent)
     monkeypatch.setattr(storage_module.DeviceCaches, "over", lambda rows, **given: (rows, sorted(given)))
     transfers = SimpleNamespace(refilled=None, device_rows="rows", late_writes=None)

@@ -20,7 +20,7 @@ from tests.storage.machines import BLOCKS, LIMIT_S
 
 @pytest.fixture
 def machine(start_machine):
-    return start_machine("attention store")
+    return start_machine
 
 
 def test_a_hole_is_not_written_over_and_no_more_is_told_than_was_asked_for(machine):

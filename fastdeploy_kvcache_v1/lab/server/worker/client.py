@@ -12,30 +12,28 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import zmq
-
 from ....contract.messages import BatchRequest, RankCopies
 from ....errors import ConfigError
 from ....link.engine import EngineLink
-from ....link.messages import MessageTypes
+from ....link.place import MAX_SOCKET_PATH
 from ....storage.backends import device_link
 from ....storage.engine.link import StorageLink
 from ....storage.host_memory import memory_handlers
 from ....storage.namespace import Namespace
 from ....storage.parts import Parts
 from ....storage.process import StoreProcess
+from ....storage.settings import StorageSettings
 from ....transfer.role_info import RankInfo
 from ...model.ranks import rank_pipes
 from ..settings import ServerConfig
-from .messages import WorkerLaunch
+from .messages import LINK_TYPES, WorkerLaunch
 from .rank_process import POLL_S, STOP_TIMEOUT_S, Answer, RankProcess
 
 __all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError"]
 
 logger = logging.getLogger(__name__)
 
-MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/storage-commands12")
-"""Unix socket names have at most 107 bytes."""
+MAX_PARENT_PATH = MAX_SOCKET_PATH - len("/fastdeploy-kvcache-12345678/link")
 
 
 class StartInterruptedError(Exception):
@@ -62,9 +60,9 @@ class ProcessWorkerClient:
         self._is_dead = threading.Lock()
         """Held once the end of one rank was reported. The other ranks end because of it."""
         self._directory: Path | None = None
-        """Directory of the storage sockets, until each rank is ready."""
+        """Directory of the link's socket, until each rank is ready."""
         self._link: EngineLink | None = None
-        """By which the store process gets the host tiers."""
+        """To the ranks, with storage."""
         self.storage: StorageLink | StoreProcess | None = None
         """What reaches the store, with storage."""
         self.copies: list[RankCopies] = []
@@ -72,22 +70,14 @@ class ProcessWorkerClient:
         self.rank_infos: list[RankInfo] = []
         """Addresses of each rank for other servers, with a role."""
         try:
-            addresses = [("", "")] * config.tensor_parallel_size
             if config.storage is not None:
                 self._directory = _private_directory()
-                if config.storage.uses_device_tier:
-                    results = f"ipc://{self._directory / 'storage-results'}"
-                    names = (f"storage-commands{rank}" for rank in range(config.tensor_parallel_size))
-                    addresses = [(f"ipc://{self._directory / name}", results) for name in names]
-                    self.storage = _bind_storage(addresses)
-                else:
-                    self._link, self.storage = _map_host_tiers(config, self._directory)
+                self._link, self.storage = _open_storage(config, config.storage, self._directory)
             for rank, peers in enumerate(rank_pipes(config.tensor_parallel_size)):
                 launch = WorkerLaunch(
                     config=config,
                     namespace=namespace,
                     rank=rank,
-                    storage_addresses=addresses[rank],
                     link=None if self._link is None else self._link.path,
                     parent_pid=os.getpid(),
                 )
@@ -128,8 +118,6 @@ class ProcessWorkerClient:
         self._remove_directory()
 
     def _wait_until_ready(self) -> None:
-        while isinstance(self.storage, StorageLink) and not self.storage.is_connected(round(POLL_S * 1000)):
-            self._require_start()
         for rank in self._ranks:
             ready = rank.wait_ready()
             if ready.transfer is not None:
@@ -157,22 +145,19 @@ class ProcessWorkerClient:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _map_host_tiers(config: ServerConfig, directory: Path) -> tuple[EngineLink, StoreProcess]:
+def _open_storage(
+    config: ServerConfig, settings: StorageSettings, directory: Path
+) -> tuple[EngineLink, StorageLink | StoreProcess]:
     """Raises `ConfigError`."""
-    assert config.storage is not None
     num_ranks, model = config.tensor_parallel_size, config.model
-    link = EngineLink(directory / "link", num_ranks, MessageTypes(), word=directory.name)
-    parts = Parts.of(num_ranks, None if model.ranks_cache_alike else model.num_kv_heads)
-    store = StoreProcess(config.storage, parts)
-    link.listen(memory_handlers(link, store), store.drop_memory)
-    return link, store
-
-
-def _bind_storage(addresses: list[tuple[str, str]]) -> StorageLink:
-    try:
-        return device_link([commands for commands, _ in addresses], addresses[0][1])
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot make a socket at {addresses[0][1]}: {error}") from None
+    ranks = EngineLink(directory / "link", num_ranks, LINK_TYPES, word=directory.name)
+    if settings.uses_device_tier:
+        agents = device_link(ranks)
+        ranks.listen(agents.handlers, lambda rank: None)
+        return ranks, agents
+    store = StoreProcess(settings, Parts.of(num_ranks, None if model.ranks_cache_alike else model.num_kv_heads))
+    ranks.listen(memory_handlers(ranks, store), store.drop_memory)
+    return ranks, store
 
 
 def _private_directory() -> Path:

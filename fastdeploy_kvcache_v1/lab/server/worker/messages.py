@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....contract.messages import RankCopies
+from ....link.messages import MessageTypes
+from ....storage.attention_store import tasks
 from ....storage.namespace import Namespace
 from ....transfer.role_info import RankInfo
 from ..settings import ServerConfig
+
+LINK_TYPES = MessageTypes(to_engine=tasks.ANSWERS, to_rank=tasks.COMMANDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +28,8 @@ class WorkerLaunch:
     namespace: Namespace | None = None
     """Namespace of its blocks, with a store or a role."""
     rank: int = 0
-    storage_addresses: tuple[str, str] = ("", "")
-    """For its storage agent's commands and answers, with storage over the device tier."""
     link: Path | None = None
-    """Socket of the engine's link, in a directory that names the engine, with storage over the host tier."""
+    """Socket of the engine's link, in a directory that names the engine, with storage."""
     parent_pid: int = 0
 
 

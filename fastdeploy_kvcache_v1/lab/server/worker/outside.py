@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from ....link.messages import MessageTypes
 from ....link.rank import RankLink
 from ....storage.attention_store.agent import AttentionStoreAgent
 from ....storage.attention_store.sdk import DeviceCaches
@@ -20,16 +19,11 @@ from ....transfer.rank_transfers import RankTransfers
 from ....transfer.settings import PeerPort
 from ....transfer.socket_plane import SocketPlane
 from ....worker.cache_controller import CacheController
+from ...model.ranks import Ranks
 from ..disaggregation.settings import Role, RoleSettings
+from .messages import LINK_TYPES
 
-__all__ = ["digest_of", "give_device_memory", "give_host_memory", "host_trailer_bytes", "make_agent", "make_transfers"]
-
-
-def make_agent(settings: StorageSettings | None, addresses: tuple[str, str], rank: int) -> AttentionStoreAgent | None:
-    """`addresses` for its commands and its answers; `rank` of its worker."""
-    if settings is None or not settings.uses_device_tier:
-        return None
-    return AttentionStoreAgent(*addresses, rank=rank)
+__all__ = ["RankStorage", "digest_of", "host_trailer_bytes", "make_transfers"]
 
 
 def host_trailer_bytes(settings: StorageSettings | None) -> int:
@@ -37,28 +31,41 @@ def host_trailer_bytes(settings: StorageSettings | None) -> int:
     return 0 if settings is None or settings.uses_device_tier else TRAILER_BYTES
 
 
-def give_device_memory(agent: AttentionStoreAgent, controller: CacheController, namespace: Namespace | None) -> None:
-    """Raises `ConfigError` or `StorageError` for an unusable store."""
-    assert namespace is not None, "where there is storage there is a namespace"
-    agent.use(
-        DeviceCaches.over(
-            controller.transfers.device_rows,
-            late_writes=controller.transfers.late_writes,
-            refilled=controller.transfers.refilled,
-        )
-    )
-    agent.connect(namespace)
+class RankStorage:
+    """Gives the memory of the tiers to the store: to the store process over the link, or to the store's agent here."""
 
+    def __init__(
+        self,
+        settings: StorageSettings,
+        link: Path,
+        ranks: Ranks,
+        controller: CacheController,
+        namespace: Namespace | None,
+    ) -> None:
+        """`link`: see `WorkerLaunch`. Raises `ConfigError` or `StorageError` for an unusable store."""
+        self._link = RankLink(link, ranks.rank, ranks.size, LINK_TYPES, word=link.parent.name)
+        self._agent: AttentionStoreAgent | None = None
+        if settings.uses_device_tier:
+            self._agent = AttentionStoreAgent(self._link.send, rank=ranks.rank)
+            transfers = controller.transfers
+            self._agent.use(
+                DeviceCaches.over(transfers.device_rows, late_writes=transfers.late_writes, refilled=transfers.refilled)
+            )
+            assert namespace is not None, "where there is storage there is a namespace"
+            self._agent.connect(namespace)
+            self._link.listen(self._agent.handlers)
+            return
+        pool = controller.host_pool
+        assert pool.buffer.file is not None, "it was made to be shared"
+        memory = RankMemory(self._link)
+        self._link.listen(memory.handlers)
+        memory.use(pool.buffer.file, pool.num_blocks, pool.slot_bytes)
 
-def give_host_memory(path: Path, rank: int, num_ranks: int, controller: CacheController) -> RankLink:
-    """To the store process, over the link at `path`, for as long as that is open."""
-    pool = controller.host_pool
-    assert pool.buffer.file is not None, "it was made to be shared"
-    link = RankLink(path, rank, num_ranks, MessageTypes(), word=path.parent.name)
-    memory = RankMemory(link)
-    link.listen(memory.handlers)
-    memory.use(pool.buffer.file, pool.num_blocks, pool.slot_bytes)
-    return link
+    def close(self) -> bool:
+        """Returns False if the store hangs: it may still use the memory of the device tier."""
+        is_quiet = self._agent is None or self._agent.close()
+        self._link.close()
+        return is_quiet
 
 
 def digest_of(namespace: Namespace) -> str:

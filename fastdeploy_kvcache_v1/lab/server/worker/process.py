@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from ....contract.messages import BatchRequest
 from ....errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError, WorkerDiedError
-from ....storage.attention_store.agent import AttentionStoreAgent
 from ....transfer.rank_transfers import RankTransfers
 from ....transfer.role_info import RankInfo
 from ....worker.cache_controller import CacheController
@@ -32,14 +31,7 @@ from ...model.ranks import Ranks, inherited_pipes
 from ...model.step import StepResult
 from ...model.step_runner import StepRunner
 from .messages import WorkerLaunch, WorkerReady
-from .outside import (
-    digest_of,
-    give_device_memory,
-    give_host_memory,
-    host_trailer_bytes,
-    make_agent,
-    make_transfers,
-)
+from .outside import RankStorage, digest_of, host_trailer_bytes, make_transfers
 
 logger = logging.getLogger(__name__)
 
@@ -99,19 +91,16 @@ def main() -> int:
         level=launch.config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s worker{launch.rank or ''} %(name)s: %(message)s",
     )
-    agent = make_agent(launch.config.storage, launch.storage_addresses, launch.rank)
     ranks = Ranks(launch.rank, peers, size=launch.config.tensor_parallel_size)  # the engine notices when one ends
-    return _serve(launch, link, ranks, agent, stop)
+    return _serve(launch, link, ranks, stop)
 
 
-def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: AttentionStoreAgent | None, stop: Stop) -> int:
+def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, stop: Stop) -> int:
     try:
         runner, controller, transfers = _build(launch, ranks)
-        if agent is not None:
-            give_device_memory(agent, controller, launch.namespace)
-        host_link = None
-        if launch.link is not None:
-            host_link = give_host_memory(launch.link, ranks.rank, ranks.size, controller)
+        settings, storage = launch.config.storage, None
+        if settings is not None and launch.link is not None:
+            storage = RankStorage(settings, launch.link, ranks, controller, launch.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
         if not isinstance(error, KVCacheError):
             logger.exception("the worker cannot start")
@@ -134,10 +123,8 @@ def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: Attentio
     finally:
         if transfers is not None:
             transfers.close()
-        if agent is None or agent.close():
+        if storage is None or storage.close():
             controller.free()  # the memory of a store that hangs goes with the process
-        if host_link is not None:
-            host_link.close()
     return 0
 
 

@@ -5,7 +5,9 @@ Each case first has the right answer from the tier that it spoils afterwards.
 
 import random
 import tempfile
+import time
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +15,13 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.contract.messages import SWAP_IN
+from fastdeploy_kvcache_v1.lab.model.ranks import ONE_RANK
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.lab.model.vision import PATCH, Image, PlacedImage
-from fastdeploy_kvcache_v1.lab.server.worker.outside import give_memory, make_agent
-from fastdeploy_kvcache_v1.storage.backends import make_link, make_tier
+from fastdeploy_kvcache_v1.lab.server.worker.messages import LINK_TYPES
+from fastdeploy_kvcache_v1.lab.server.worker.outside import RankStorage
+from fastdeploy_kvcache_v1.link.engine import EngineLink
+from fastdeploy_kvcache_v1.storage.backends import device_link, make_tier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
@@ -254,26 +259,28 @@ class VendorsStore:
     settings = StorageSettings("attention_store", prefetch="wait_complete", min_tokens=BLOCK)
 
     def __init__(self, sockets):
-        self._addresses = (f"ipc://{sockets}/commands", f"ipc://{sockets}/results")
+        self._path = Path(sockets, "own", "link")
         self.answers = deque()
 
     def tier(self, manager):
-        self._link = make_link(self.settings, self._addresses[:1], self._addresses[1])
+        self._engine = EngineLink(self._path, 1, LINK_TYPES, word=self._path.parent.name)
+        self._link = device_link(self._engine)
+        self._engine.listen(self._link.handlers, lambda rank: None)
         return make_tier(manager, self.settings, None, self._link)
 
     def serve(self, engine):
         (controller,) = engine.controllers
         name = namespace(layout=controller.layout, block_size=BLOCK)
-        self._agent = make_agent(self.settings, self._addresses, 0)
-        give_memory(self._agent, controller, name)
-        while not self._link.is_connected(10):
-            pass
+        self._rank = RankStorage(self.settings, self._path, ONE_RANK, controller, name)
+        while not self._link.is_ready:
+            time.sleep(0.001)
         self._link.listen(self.answers.append)
         engine.storage.use_namespace(name)
 
     def close(self):
-        self._agent.close()
+        self._rank.close()
         self._link.close()
+        self._engine.close()
 
 
 def ask_with(store, family, mtp, size):
