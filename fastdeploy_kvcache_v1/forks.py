@@ -12,23 +12,17 @@ Our other locks guard objects of the engine that no child uses.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
-
-SOCKET_DIRECTORIES = "fd-kvcache-"
-"""Prefix of the names of directories that hold only our sockets."""
 
 LOGGING_WAIT_S = 10.0
 """Longest wait of a fork for threads that write to logs. Then it goes on: they may wait for the forking thread."""
@@ -60,7 +54,7 @@ def renewed_in_children(lock: T) -> T:
 
 
 def closed_in_children(connection: T) -> T:
-    """Register `connection`, whose `close` a child calls, and return it. Not needed in `SOCKET_DIRECTORIES`.
+    """Register `connection`, whose `close` a child calls, and return it.
 
     Open it under `opening`, or a child that another thread forks meanwhile keeps it.
     """
@@ -109,7 +103,6 @@ def _renew_locks() -> None:
 def _close_sockets() -> None:
     for connection in _closed:
         connection.close()
-    _close_named_sockets()
 
 
 def _locks_of_prometheus() -> Iterator[Any]:
@@ -142,29 +135,3 @@ def look_for_lock_of_values() -> None:
             "found no lock of values in this prometheus_client, expected version 0.19 to 0.26: install one of these, "
             "or an API process may hang at its first request"
         )
-
-
-def _close_named_sockets() -> None:
-    """Close the sockets of ZeroMQ, which opens some on its own threads and does not handle forks."""
-    default = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(None)  # with a timeout, socket.socket makes the file non-blocking, in the parent too
-    try:
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # not a socket, or closed meanwhile
-                each = socket.socket(fileno=int(name))
-                is_ours = any(map(_is_ours, _names(each)))
-                descriptor = each.detach()  # else the socket object would close its file
-                if is_ours:
-                    os.close(descriptor)
-    finally:
-        socket.setdefaulttimeout(default)
-
-
-def _names(each: socket.socket) -> Iterator[object]:
-    for name_of in (each.getsockname, each.getpeername):
-        with contextlib.suppress(OSError):  # not connected, or a family without names
-            yield name_of()
-
-
-def _is_ours(name: object) -> bool:
-    return isinstance(name, str) and Path(name).parent.name.startswith(SOCKET_DIRECTORIES)

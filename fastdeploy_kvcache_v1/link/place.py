@@ -8,20 +8,19 @@ import tempfile
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..forks import SOCKET_DIRECTORIES
+
+NAME = "link"
 
 MAX_SOCKET_PATH = 107
 """Bytes of the longest path of a unix socket."""
 
-LONGEST_NAME = "storage-01234567-9999"
 
-
-def socket_path(queue_port: int, name: str = "link") -> Path:
-    """Path of socket `name` in the directory of the engine with this worker queue port, unique on its machine."""
-    directory, own = Path(tempfile.gettempdir()), f"{SOCKET_DIRECTORIES}{os.getuid()}-{queue_port}"
-    if len(os.fsencode(directory / own / LONGEST_NAME)) > MAX_SOCKET_PATH:
+def socket_path(queue_port: int) -> Path:
+    """Path of the socket of the engine with this worker queue port, in a directory of its own."""
+    directory, own = Path(tempfile.gettempdir()), f"fd-kvcache-{os.getuid()}-{queue_port}"
+    if len(os.fsencode(directory / own / NAME)) > MAX_SOCKET_PATH:
         directory = Path("/tmp")
-    return directory / own / name
+    return directory / own / NAME
 
 
 def make_private(directory: Path) -> None:
