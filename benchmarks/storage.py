@@ -156,7 +156,7 @@ class Lmdb(Store):
 class Contender(NamedTuple):
     store: Store
     sealed_for: Sequence[StoreKey] = ()
-    """Keys of the batch if blocks are sealed before `put` and checked after `get`, as `StorageAgent` does it."""
+    """Keys of the batch if blocks are sealed before `put` and checked after `get`, as the store process does it."""
 
     def put(self, buffers: Buffers) -> None:
         for buffer, key in zip(buffers, self.sealed_for, strict=False):

@@ -134,4 +134,6 @@ def _check(chosen: Chosen, namespace: Namespace | None) -> None:
         client.close()
 
 
-STORE = StoreKind("s3", open=lambda chosen, namespace, rank: S3Backend(namespace), check=_check, module="boto3")
+STORE = StoreKind(
+    "s3", open=lambda chosen, namespace: S3Backend(namespace), check=_check, module="boto3", load_threads=1
+)

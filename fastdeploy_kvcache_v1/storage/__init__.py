@@ -2,5 +2,5 @@
 
 A backend (`base.py`) keeps opaque values by key; `file/` is one. What is in them, and which key a block has, is the
 same for all: `namespace.py` names everything that decides a block's bytes, `seal.py` makes a host slot able to prove
-what it holds. `engine/` decides what is loaded and stored; `agent.py` moves the bytes, in each worker.
+what it holds. `engine/` decides what is loaded and stored; `child.py` moves the bytes, in a process of its own.
 """

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-
-from ..contract.messages import BlockHash
 from ..link.engine import EngineLink
 from ..scheduler.cache_manager import CacheManager
-from .base import StorageBackend
 from .engine.link import StorageLink
 from .engine.open_passes import Passes
 from .engine.store_link import CommandLink, StoreLink
 from .engine.tier import StorageTier
-from .namespace import Namespace, commit_key
+from .namespace import Namespace
 from .settings import StorageSettings
 
-__all__ = ["check_backend", "check_settings", "make_tier", "open_backend"]
+__all__ = ["check_settings", "device_link", "make_tier"]
 
 
-def open_backend(settings: StorageSettings, namespace: Namespace, *, rank: int = 0) -> StorageBackend:
-    """A connection of one tensor parallel rank to a store of values by key.
+def check_settings(settings: StorageSettings, namespace: Namespace | None = None) -> None:
+    """Before a server takes memory; without a namespace as long as it is not known, which takes long for a large model.
 
-    Raises `ConfigError` when it cannot work, `StorageError` when it does not now.
+    Raises `ConfigError` when the store cannot work, `StorageError` when it does not now.
     """
-    connect = settings.kind.open
-    assert connect is not None, "a store over the device tier has an agent of its own"
-    return connect(settings, namespace, rank)
-
-
-def check_backend(settings: StorageSettings, namespace: Namespace) -> None:
-    """Before a server takes memory. Raises as `open_backend`."""
-    if settings.uses_device_tier:
-        settings.kind.check(settings, namespace)
-    else:
-        with contextlib.closing(open_backend(settings, namespace)) as backend:
-            backend.count_stored([commit_key(BlockHash(b"a first question"))])  # a store may connect only now
-
-
-def check_settings(settings: StorageSettings) -> None:
-    """As `check_backend`, before there is a namespace, which takes long to find for a large model."""
-    settings.kind.check(settings, None)
+    settings.kind.check(settings, namespace)
 
 
 def device_link(ranks: EngineLink) -> StorageLink:

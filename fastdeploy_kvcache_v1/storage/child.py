@@ -197,7 +197,7 @@ class Server:
         namespace = replace(namespace, num_parts=self._slots.parts.num_parts)
         backends = []
         for _ in range(self._num_loading if lane == "load" else 1):
-            backends.append(connect(self._settings, namespace, 0))
+            backends.append(connect(self._settings, namespace))
             for memory in self._slots.memories:
                 backends[-1].register(memory)
             backends[-1].count_stored([FIRST_QUESTION])  # a store may connect only now, which may take long

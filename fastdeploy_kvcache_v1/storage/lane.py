@@ -20,18 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
-    """What a lane needs to know of its connection to the store; a `StorageBackend` is one."""
-
-    @property
-    def may_write_late(self) -> bool:
-        """See `StorageBackend`."""
+    """What a lane needs to know of its connection to the store."""
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-
-
-class _Reconnect:
-    """A command of the lane itself."""
 
 
 class Lane:
@@ -69,10 +61,6 @@ class Lane:
         """A `UseNamespace`, or what `work` knows. Never blocks."""
         self._commands.put(command)
 
-    def reconnect(self) -> None:
-        """What is done from here on has a new connection. Never blocks."""
-        self._commands.put(_Reconnect())
-
     def settle(self, deadline: float | None = None) -> bool:
         """True if the command that was begun before this call has ended by `deadline` (`time.monotonic`; None: waits
         for it).
@@ -96,8 +84,6 @@ class Lane:
             if isinstance(command, UseNamespace):
                 self._disconnect()
                 self._namespace = command.namespace
-            elif isinstance(command, _Reconnect):
-                self._disconnect()
             else:
                 with self._busy:
                     answer = self._answer_to(command)
@@ -110,8 +96,6 @@ class Lane:
         except Exception as error:  # the edge of the thread: this unit of work fails
             if not isinstance(error, KVCacheError):
                 logger.exception("%s failed", self.name)
-            if self._backend is not None and self._backend.may_write_late:
-                self._disconnect()  # only then no byte can arrive any more
             return self._on_error(command, str(error) if isinstance(error, KVCacheError) else repr(error))
 
     def _connected(self) -> Connection:

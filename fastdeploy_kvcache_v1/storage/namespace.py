@@ -10,7 +10,7 @@ from ..attention.base import CacheLayout
 from ..contract.messages import BlockHash
 from .base import StoreKey
 
-__all__ = ["FORMAT_VERSION", "Namespace", "block_key", "commit_key"]
+__all__ = ["FORMAT_VERSION", "Namespace", "block_key"]
 
 FORMAT_VERSION = 2
 """Of what is stored, and under which key."""
@@ -48,8 +48,3 @@ class Namespace:
 
 def block_key(block: BlockHash, part: int) -> StoreKey:
     return StoreKey(f"{block.hex()}.{part}")
-
-
-def commit_key(block: BlockHash) -> StoreKey:
-    """Stored last, when every rank has stored its part: only then the block counts as stored."""
-    return StoreKey(f"{block.hex()}.ok")

@@ -53,9 +53,9 @@ class StoreKind:
 
     name: str
     _: KW_ONLY
-    open: Callable[[Chosen, Namespace, int], StorageBackend] | None
-    """Connects a tensor parallel rank; 0 for all. None for a store that exchanges blocks with the device tier, which
-    has an agent of its own. Raises `ConfigError` when it cannot work, `StorageError` when it does not now.
+    open: Callable[[Chosen, Namespace], StorageBackend] | None
+    """Connects. None for a store that exchanges blocks with the device tier, which has an agent of its own. Raises
+    `ConfigError` when it cannot work, `StorageError` when it does not now.
     """
     check: Callable[[Chosen, Namespace | None], object]
     """Before a server takes memory; without a namespace as long as that is not known. Raises as `open`."""
@@ -71,8 +71,6 @@ class StoreKind:
     """It is in `--kvcache-storage-dir`, and as large as `--kvcache-storage-gib`."""
     has_index: bool = False
     """It can be told what a server has without being given the blocks."""
-    maps_memory: bool = False
-    """Another process maps the host tier. Without that, blocks are copied there."""
     beside: Callable[[Chosen, int], object] | None = None
     """Starts what must outlive the processes that load and store, once for an engine with so many ranks. Returns at
     once.

@@ -30,7 +30,7 @@ def try_store(kind: StoreKind, chosen: Chosen) -> RoundTrip:
     if kind.trial is not None:
         return kind.trial(chosen)
     assert kind.open is not None, "a store over the device tier brings a trial"
-    return _round_trip(kind.open(chosen, trial_namespace(LAYOUT, block_size=1), 0))
+    return _round_trip(kind.open(chosen, trial_namespace(LAYOUT, block_size=1)))
 
 
 def try_directory(directory: Path) -> RoundTrip:

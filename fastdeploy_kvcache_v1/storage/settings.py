@@ -76,11 +76,6 @@ class StorageSettings:
         return store_kind(self.backend)
 
     @property
-    def needs_shared_memory(self) -> bool:
-        """The store moves blocks in another process, which maps the host tier. Without it they are copied there."""
-        return self.kind.maps_memory
-
-    @property
     def uses_device_tier(self) -> bool:
         """Blocks go from and to the device tier. If not, they go through the host tier."""
         return self.kind.open is None

@@ -75,5 +75,5 @@ class FaultyBackend(FileBackend):
 
 
 STORE = StoreKind(
-    "faulty", open=lambda chosen, namespace, rank: FaultyBackend(chosen, namespace), check=print, load_threads=2
+    "faulty", open=lambda chosen, namespace: FaultyBackend(chosen, namespace), check=print, load_threads=2
 )

@@ -1,4 +1,4 @@
-"""A server's end of a store in this process: a link, the agents of its ranks, and memory that can be looked at."""
+"""A server's end of the attention store in this process: a link, agents of its ranks, and memory to look at."""
 
 from __future__ import annotations
 
@@ -133,9 +133,6 @@ class DeviceMachine(Machine):
     def query(self, *blocks):
         self.link.send(MatchTask(task_id="q", token_ids=self.path(*blocks), first_block_idx=blocks[0]))
         return self.answer()
-
-    def commit(self, *blocks):
-        """The SDK does by itself."""
 
     def breaks(self, **faults):
         set_faults(self.directory, **faults)

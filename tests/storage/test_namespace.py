@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION, block_key, commit_key
+from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION, block_key
 from tests.storage.values import block_hash, namespace
 
 
@@ -38,6 +38,6 @@ def test_the_same_settings_make_the_same_namespace():
 
 def test_parts_of_a_block_have_keys_of_their_own():
     first, second = block_hash(1), block_hash(2)
-    names = [block_key(first, 0), block_key(first, 1), commit_key(first), block_key(second, 0), commit_key(second)]
+    names = [block_key(first, 0), block_key(first, 1), block_key(second, 0)]
     assert len(set(names)) == len(names)
-    assert all(name.startswith(first.hex()) for name in names[:3])
+    assert all(name.startswith(first.hex()) for name in names[:2])

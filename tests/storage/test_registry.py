@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.storage import registry
-from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, open_backend
+from fastdeploy_kvcache_v1.storage.backends import check_settings
 from fastdeploy_kvcache_v1.storage.registry import GROUP, OURS, known_names, store_kind
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.storage.values import got, namespace, put
@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.storage.registry import StoreKind
 
 checked = []
 
-def open_it(chosen, namespace, rank):
+def open_it(chosen, namespace):
     return FileBackend(Path({directory!r}), namespace, capacity_bytes=chosen.capacity_bytes)
 
 STORE = StoreKind("mine", open=open_it, check=lambda chosen, namespace: checked.append(namespace))
@@ -61,10 +61,9 @@ def test_store_of_an_installed_package_is_named_checked_and_opened(install):
     install(mine="STORE")
     assert known_names() == [*OURS, "mine"]
     settings = StorageSettings("mine", capacity_bytes=1 << 20)
-    assert (settings.uses_device_tier, settings.needs_shared_memory, settings.flush_only) == (False, False, False)
+    assert (settings.uses_device_tier, settings.flush_only) == (False, False)
     check_settings(settings)
-    check_backend(settings, namespace())
-    backend = open_backend(settings, namespace())
+    backend = settings.kind.open(settings, namespace())
     assert (put(backend, 1, 2), got(backend, 1, 2, 3)) == (2, 2)
     backend.close()
     import my_store

@@ -8,7 +8,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
-from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, make_tier, open_backend
+from fastdeploy_kvcache_v1.storage.backends import check_settings, make_tier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.settings import STORAGE_FLAGS, Prefetch, StorageSettings, takes_host_blocks
@@ -34,16 +34,16 @@ def of_flags(backend="file", directory="kv", gib=1.0, prefetch="timeout", **more
 
 @pytest.mark.parametrize(
     # The store, whether its blocks go through the host tier, and whether another process maps that.
-    ("backend", "on_host", "shared", "tier"),
+    ("backend", "on_host", "tier"),
     [
-        ("file", True, False, StorageTier),
-        ("mooncake", True, True, StorageTier),
-        ("attention_store", False, False, AttentionStoreTier),
+        ("file", True, StorageTier),
+        ("mooncake", True, StorageTier),
+        ("attention_store", False, AttentionStoreTier),
     ],
 )
-def test_a_store_is_of_the_host_or_of_the_device_tier(backend, on_host, shared, tier):
+def test_a_store_is_of_the_host_or_of_the_device_tier(backend, on_host, tier):
     settings = of_flags(backend)
-    assert (settings.uses_device_tier, settings.needs_shared_memory) == (not on_host, shared)
+    assert settings.uses_device_tier == (not on_host)
     assert takes_host_blocks(backend) == on_host
     manager = CacheManager(KVCacheConfig(8, 8 * on_host))
     assert type(make_tier(manager, settings, None, RecordingLink(1))) is tier
@@ -106,25 +106,23 @@ def test_a_variable_that_is_no_switch_is_named(monkeypatch):
 def test_a_directory_is_checked_before_a_server_takes_memory(tmp_path):
     settings = of_flags(directory=str(tmp_path / "kv"), kvcache_storage_write_gib_per_day=0.5)
     check_settings(settings)
-    check_backend(settings, namespace())
-    backend = open_backend(settings, namespace())
+    backend = settings.kind.open(settings, namespace())
     assert isinstance(backend, FileBackend)
     assert (backend.capacity_bytes, backend.write_bytes_per_day) == (1 << 30, 1 << 29)
     backend.close()
     (tmp_path / "kv" / "format").write_text("another")
-    for check in (lambda: check_settings(settings), lambda: check_backend(settings, namespace())):
-        with pytest.raises(ConfigError, match="another version"):
-            check()
+    with pytest.raises(ConfigError, match="another version"):
+        check_settings(settings)
 
 
 def test_the_attention_store_is_checked_before_a_server_takes_memory(sdk_store, monkeypatch):
     settings = of_flags("attention_store")
     check_settings(settings)
-    check_backend(settings, space())
+    check_settings(settings, space())
     with pytest.raises(ConfigError, match="moves blocks of a key and a value"):
-        check_backend(settings, namespace())
-    check_backend(StorageSettings("attention_store", flush_only=True), namespace())
+        check_settings(settings, namespace())
+    check_settings(StorageSettings("attention_store", flush_only=True), namespace())
     monkeypatch.undo()
-    for check in (lambda: check_settings(settings), lambda: check_backend(settings, space())):
+    for check in (lambda: check_settings(settings), lambda: check_settings(settings, space())):
         with pytest.raises(ConfigError, match="needs the package attentionstore_sdk"):
             check()

@@ -15,7 +15,7 @@ from ...contract.tool_calls import tool_call_ends
 from ...errors import ConfigError, StorageError
 from ...scheduler.block_hashing import HASH_VERSION
 from ...scheduler.cache_manager import CacheManager
-from ...storage.backends import check_backend, make_tier
+from ...storage.backends import check_settings, make_tier
 from ...storage.engine.link import StorageLink
 from ...storage.model_digest import model_digest, numeric_variables, paddle_version, processor
 from ...storage.namespace import Namespace
@@ -173,7 +173,7 @@ def _checked_namespace(config: ServerConfig) -> Namespace | None:
     namespace = storage_namespace(config)
     try:
         if config.storage is not None:
-            check_backend(config.storage, namespace)
+            check_settings(config.storage, namespace)
     except StorageError as error:
         logger.warning("storage fails now, the server starts without its blocks: %s", error)
     return namespace

@@ -14,9 +14,6 @@ __all__ = ["Lease", "SharedConnections"]
 class Lease:
     """A share of a connection. Satisfies `lane.Connection`."""
 
-    may_write_late = False
-    """The agent itself says when a failed call is over."""
-
     def __init__(self, sdk: SdkConnection, namespace: Namespace, end: Callable[[], None]) -> None:
         self.sdk = sdk
         self.namespace = namespace

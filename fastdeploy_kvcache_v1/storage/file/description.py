@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .file_backend import FileBackend
 
 
-def _open(settings: Chosen, namespace: Namespace, rank: int) -> FileBackend:
+def _open(settings: Chosen, namespace: Namespace) -> FileBackend:
     from .file_backend import FileBackend
 
     assert settings.directory is not None

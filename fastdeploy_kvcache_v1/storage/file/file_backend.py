@@ -37,7 +37,7 @@ from .directory import (
     temporary_name,
 )
 from .eviction import NO_ROOM, Eviction
-from .value_files import PAGE, on_disk
+from .value_files import on_disk
 from .verification import is_whole
 
 __all__ = ["FileBackend"]
@@ -164,8 +164,7 @@ class FileBackend(StorageBackend):
     def _put(self, missing: Sequence[tuple[StoreKey, memoryview]]) -> None:
         assert self._used is not None
         sizes = [on_disk(len(buffer)) for _, buffer in missing]
-        spent = sum(size for size in sizes if size > PAGE)  # not of a marker, whose blocks are written
-        if self.write_bytes_per_day and spent and not self._used.spend(spent, self.write_bytes_per_day):
+        if self.write_bytes_per_day and not self._used.spend(sum(sizes), self.write_bytes_per_day):
             raise StorageFullError(0, len(missing))
         self._eviction.make_room(self._used, sum(sizes))
         now = time.time_ns()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .mooncake_backend import MooncakeBackend
 
 
-def _open(settings: Chosen, namespace: Namespace, rank: int) -> MooncakeBackend:
+def _open(settings: Chosen, namespace: Namespace) -> MooncakeBackend:
     from .mooncake_backend import MooncakeBackend
 
     return MooncakeBackend(MooncakeSettings.read(os.environ), namespace)
@@ -51,7 +51,6 @@ STORE = StoreKind(
         "librdmacm.so.1": "librdmacm1",
         "liburing.so.2": "liburing2",
     },
-    maps_memory=True,
     beside=_give_memory,
     load_threads=1,
 )

@@ -45,8 +45,7 @@ def test_storage_is_a_directory_for_ten_gib_that_requests_wait_for_a_while():
 
 def test_mooncake_storage_shares_the_host_tier_and_takes_no_directory():
     storage = configure("--kvcache-storage-backend", "mooncake").storage
-    assert (storage.backend, storage.directory, storage.needs_shared_memory) == ("mooncake", None, True)
-    assert not configure(*STORAGE).storage.needs_shared_memory
+    assert (storage.backend, storage.directory) == ("mooncake", None)
     with pytest.raises(ConfigError, match="--kvcache-storage-dir needs --kvcache-storage-backend file"):
         configure("--kvcache-storage-backend", "mooncake", "--kvcache-storage-dir", "kv")
 

@@ -27,7 +27,6 @@ import pytest
 
 from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage.backends import open_backend
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.storage.file.stores import FILE_BYTES, found_in
 from tests.storage.values import DIGEST, got, keys, namespace, put
@@ -135,7 +134,7 @@ class Place:
 
     def open(self, **changes):
         settings = StorageSettings("file", self.directory, capacity_bytes=CAPACITY * FILE_BYTES)
-        self.opened.append(open_backend(settings, namespace(**changes)))
+        self.opened.append(settings.kind.open(settings, namespace(**changes)))
         return self.opened[-1]
 
     def fill(self, numbers=STORED):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fastdeploy_kvcache_v1.errors import StorageError
-from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, open_backend
+from fastdeploy_kvcache_v1.storage.backends import check_settings
 from fastdeploy_kvcache_v1.storage.base import StorageFullError
 from fastdeploy_kvcache_v1.storage.mooncake import client, mooncake_backend, process, share
 from fastdeploy_kvcache_v1.storage.mooncake.client import MooncakeClient
@@ -251,19 +251,17 @@ def test_it_is_opened_by_name_from_the_environment(store, cluster, monkeypatch):
     monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", "a,b")
     settings = StorageSettings("mooncake")
     check_settings(settings)
-    check_backend(settings, namespace())
-    backend = open_backend(settings, namespace())
+    backend = settings.kind.open(settings, namespace())
     assert backend.count_stored(keys(1)) == 0
     backend.close()
-    assert [setup[5:] for setup in cluster.setups] == [("a,b", "10.0.0.1:5")] * 3
+    assert [setup[5:] for setup in cluster.setups] == [("a,b", "10.0.0.1:5")] * 2
     settings.kind.beside(settings, 3)
     wait_until(lambda: None not in share._given.values())
-    assert cluster.setups[3][2] == 3 << 30, "for each rank"
+    assert cluster.setups[2][2] == 3 << 30, "for each rank"
     take_back_memory()
     cluster.refusals["setup"] = -900
-    for check in (lambda: check_settings(settings), lambda: check_backend(settings, namespace())):
-        with pytest.raises(StorageError, match="cannot connect to mooncake's master"):
-            check()
+    with pytest.raises(StorageError, match="cannot connect to mooncake's master"):
+        check_settings(settings)
 
 
 def test_the_process_ends_when_the_other_end_of_its_connection_is_closed(monkeypatch):
