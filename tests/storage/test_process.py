@@ -24,7 +24,7 @@ from tests.storage.values import BLOCK_BYTES, VALUE_BYTES, block_hash, empty, na
 pytestmark = pytest.mark.process
 
 SOON = pytest.approx(0, abs=LIMIT_S)
-NO_HURRY = Limits(first_pause_s=0.05, longest_pause_s=0.2)
+NO_HURRY = Limits(answer_s=LIMIT_S, first_pause_s=0.05, longest_pause_s=0.2)
 
 
 @pytest.fixture
