@@ -23,8 +23,14 @@ PAUSE_S = 5.0
 """Before each try to give memory again."""
 
 _lock = threading.Lock()
-_given: dict[MooncakeSettings, MooncakeClient | None] = {}
-"""None: not yet, or not at the moment."""
+
+
+class _Share:
+    client: MooncakeClient | None = None
+    """None: not yet, or not at the moment."""
+
+
+_given: dict[MooncakeSettings, _Share] = {}
 
 
 def give_memory(settings: MooncakeSettings, num_bytes: int) -> None:
@@ -36,43 +42,40 @@ def give_memory(settings: MooncakeSettings, num_bytes: int) -> None:
     with _lock:
         if settings in _given:
             return
-        _given[settings] = None
-    threading.Thread(target=_give, args=(settings, num_bytes), name="kv-mooncake", daemon=True).start()
+        share = _given[settings] = _Share()
+    threading.Thread(target=_give, args=(share, settings, num_bytes), name="kv-mooncake", daemon=True).start()
 
 
 def take_back_memory() -> None:
     """What is stored in it is lost."""
     with _lock:
-        clients = list(_given.values())
+        clients = [share.client for share in _given.values()]
         _given.clear()
     for client in clients:
         if client is not None:
             client.close()
 
 
-def _give(settings: MooncakeSettings, num_bytes: int) -> None:
+def _give(share: _Share, settings: MooncakeSettings, num_bytes: int) -> None:
     """Until it is taken back."""
     was_lost = False
-    while settings in _given:
+    while _given.get(settings) is share:
         try:
             client = MooncakeClient(settings, segment_bytes=num_bytes)
         except (KVCacheError, OSError):  # a master that is away is told by those who ask it
             time.sleep(PAUSE_S)
             continue
         with _lock:
-            is_wanted = settings in _given
-            if is_wanted:
-                _given[settings] = client
+            is_wanted = _given.get(settings) is share
+            share.client = client
         if not is_wanted:
             client.close()
             return
         if was_lost:
             logger.warning("mooncake has %d MiB of memory of this process again", num_bytes // MIB)
         client.wait()
-        with _lock:
-            was_lost = _given.get(settings) is client
-            if was_lost:
-                _given[settings] = None
+        share.client = None
+        was_lost = _given.get(settings) is share
         if was_lost:
             logger.warning("the process that gives memory to mooncake has ended: the blocks in it are lost")
             time.sleep(PAUSE_S)

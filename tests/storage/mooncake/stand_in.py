@@ -25,7 +25,7 @@ def give_now(settings: MooncakeSettings) -> None:
     """Returns when the memory is there."""
     share.give_memory(settings, settings.global_segment_size)
     deadline = time.monotonic() + 30
-    while share._given[settings] is None:
+    while share._given[settings].client is None:
         assert time.monotonic() < deadline, "the memory is not given"
         time.sleep(0.002)
 
@@ -36,6 +36,8 @@ class Cluster:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.room = 0
+        self.lock = threading.Lock()
+        """Of `room`: clients come and go at the same time."""
         self.setups: list[tuple[Any, ...]] = []
         self.registered: list[int] = []
         """Bytes of each registration."""
@@ -78,7 +80,8 @@ class _Store:
         self._cluster.setups.append(arguments)
         refusal = self._cluster.refusals.get("setup", 0)
         self._given = 0 if refusal else arguments[2]
-        self._cluster.room += self._given
+        with self._cluster.lock:
+            self._cluster.room += self._given
         return refusal
 
     def register_buffer(self, address: int, num_bytes: int) -> int:
@@ -120,4 +123,5 @@ class _Store:
         return [self._cluster.refusals.get("remove", NOT_STORED if value is None else 0) for value in found]
 
     def close(self) -> None:
-        self._cluster.room -= self._given
+        with self._cluster.lock:
+            self._cluster.room -= self._given

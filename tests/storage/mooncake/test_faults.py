@@ -124,7 +124,7 @@ def test_killed_master_comes_back_empty_and_gets_the_memory_again(store, master)
 def test_a_peer_that_dies_is_an_error_and_no_wrong_byte(store, settings):
     backend = store(COUNT)
     put(backend, *range(COUNT))
-    share._given[settings]._process.kill()
+    share._given[settings].client._process.kill()
     with pytest.raises(StorageError, match="the transfer failed"):
         backend.get(keys(*range(COUNT)), backend.slots)
 
@@ -132,7 +132,7 @@ def test_a_peer_that_dies_is_an_error_and_no_wrong_byte(store, settings):
 def test_peer_that_dies_is_started_again_and_has_room_within_a_minute(store, settings):
     backend = store(COUNT)
     put(backend, *range(COUNT))
-    share._given[settings]._process.kill()
+    share._given[settings].client._process.kill()
     deadline = time.monotonic() + LIMIT_S
     for begin in itertools.count(COUNT, COUNT):
         assert time.monotonic() < deadline, "the memory was not given again"
@@ -151,7 +151,7 @@ def test_nothing_arrives_after_a_load_was_given_up(store, settings, monkeypatch)
     backend = store(len(many))
     put(backend, *many)
     assert got(backend, *many) == len(many)
-    peer = share._given[settings]._process
+    peer = share._given[settings].client._process
     for buffer in backend.slots:
         buffer[:] = bytes(VALUE_BYTES)
     monkeypatch.setattr(client, "CALL_TIMEOUT_S", 1.0)

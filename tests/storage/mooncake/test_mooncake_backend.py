@@ -86,7 +86,7 @@ def test_memory_of_a_client_that_dies_is_given_again_until_taken_back(store, clu
     backend = store()
     put(backend, 1)
     cluster.refusals["setup"] = -900
-    with socket.socket(fileno=os.dup(share._given[SETTINGS]._connection.fileno())) as other_end:
+    with socket.socket(fileno=os.dup(share._given[SETTINGS].client._connection.fileno())) as other_end:
         other_end.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: len(cluster.setups) > 4)
     cluster.refusals.clear()
@@ -132,6 +132,20 @@ def test_memory_that_is_taken_back_while_it_is_given_is_given_no_more(cluster, m
     assert cluster.room == 0
 
 
+def test_memory_that_is_taken_back_and_given_again_is_given_once(cluster, request, monkeypatch):
+    monkeypatch.setattr(share, "PAUSE_S", 0.05)
+    request.addfinalizer(take_back_memory)
+    before = giving()
+    cluster.refusals["setup"] = -900
+    give_memory(SETTINGS, 1 << 20)
+    wait_until(lambda: cluster.setups)
+    take_back_memory()
+    cluster.refusals.clear()
+    give_now(SETTINGS)
+    wait_until(lambda: len(giving() - before) == 1)
+    assert cluster.room == SETTINGS.global_segment_size
+
+
 def test_values_lie_in_the_memories_of_several_ranks(cluster, request):
     give_now(SETTINGS)
     request.addfinalizer(take_back_memory)
@@ -172,7 +186,7 @@ def test_the_client_is_set_up_with_the_settings_of_its_server(cluster, monkeypat
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
     settings = MooncakeSettings("P2PHANDSHAKE", "10.0.0.1:5", hostname, 5, 6, rdma_devices="a,b")
     give_memory(settings, 15)
-    wait_until(lambda: share._given[settings] is not None)
+    wait_until(lambda: share._given[settings].client is not None)
     MooncakeClient(settings).close()
     take_back_memory()
     assert cluster.setups == [
@@ -256,7 +270,7 @@ def test_it_is_opened_by_name_from_the_environment(store, cluster, monkeypatch):
     backend.close()
     assert [setup[5:] for setup in cluster.setups] == [("a,b", "10.0.0.1:5")] * 2
     settings.kind.beside(settings, 3)
-    wait_until(lambda: None not in share._given.values())
+    wait_until(lambda: all(each.client for each in share._given.values()))
     assert cluster.setups[2][2] == 3 << 30, "for each rank"
     take_back_memory()
     cluster.refusals["setup"] = -900
