@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage import lane_agent
+from fastdeploy_kvcache_v1.storage.attention_store import lane_agent
 from fastdeploy_kvcache_v1.storage.messages import LoadDone, QueryDone
 from tests.storage.machines import BLOCKS, INTO, LIMIT_S
 

@@ -16,11 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import KVCacheError, StorageError
-from ..lane import Lane
-from ..lane_agent import STOP_TIMEOUT_S, LaneAgent
 from ..messages import Connect, Connected, LoadDone, QueryDone, UseNamespace
 from ..namespace import Namespace
 from .connections import Lease, SharedConnections
+from .lane import Lane
+from .lane_agent import STOP_TIMEOUT_S, LaneAgent
 from .sdk import DeviceCaches, SdkConnection, SdkIdentity, load_sdk
 from .tasks import COMMANDS, FlushDone, MatchTask, ReadStorageTask, WriteDone, WriteStorageTask
 

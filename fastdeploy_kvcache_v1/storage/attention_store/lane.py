@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..errors import KVCacheError
-from .messages import UseNamespace
-from .namespace import Namespace
+from ...errors import KVCacheError
+from ..messages import UseNamespace
+from ..namespace import Namespace
 
 __all__ = ["Connection", "Lane"]
 
