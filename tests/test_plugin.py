@@ -1,120 +1,94 @@
-"""Activation: what the `.pth` line does, and that it does nothing unless asked."""
+"""Activation inside one process: the trigger on `sys.meta_path`, the session, and refusals as one line."""
 
 import os
-import subprocess
+import re
 import sys
-from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1 import plugin
+from fastdeploy_kvcache_v1 import plugin, switch
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.switch import SWITCH
-
-from .fastdeploy_integration import fake_fastdeploy
-
-pytestmark = pytest.mark.process
-
-ROOT = Path(__file__).parents[1]
-BOOTSTRAP = (ROOT / "fastdeploy_kvcache_v1.pth").read_text(encoding="utf-8")
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 
 
-def python(tmp_path, code, switch):
-    """Run the bootstrap line as `site` does, then `code`, with a FAKE package named fastdeploy importable."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    environment.pop(SWITCH, None)
-    if switch is not None:
-        environment[SWITCH] = switch
-    command = [sys.executable, "-c", BOOTSTRAP + code]
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    """A copy of `sys.meta_path` without our trigger, and no FastDeploy."""
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, plugin._Trigger)])
+    monkeypatch.delitem(sys.modules, plugin.FASTDEPLOY, raising=False)
 
 
-def test_the_bootstrap_is_one_import_line():
-    assert BOOTSTRAP.startswith("import ")
-    assert BOOTSTRAP.count("\n") == 1
+def triggers():
+    return [each for each in sys.meta_path if isinstance(each, plugin._Trigger)]
 
 
-TRY_TWICE = """
-for attempt in (1, 2, 3):
-    try:
-        import fastdeploy
-        print("imported")
-    except Exception as e:
-        print(type(e).__name__, e)
-"""
-DRIFTED = "patch table does not fit: "
+def test_lookup_of_fastdeploy_starts_once_and_removes_the_trigger(monkeypatch):
+    started = []
+
+    def start():
+        started.append(trigger.find_spec("fastdeploy"))
+
+    monkeypatch.setattr(plugin, "_start", start)
+    plugin.activate()
+    (trigger,) = triggers()
+    assert sys.meta_path[0] is trigger
+    assert (trigger.find_spec("json"), started) == (None, [])
+    assert trigger.find_spec("fastdeploy") is None
+    assert (started, triggers()) == ([None], [])
 
 
-def assert_refused(done, line):
-    said = done.stdout.splitlines()
-    assert [each.startswith("OverlayError ") and line in each for each in said] == [True] * 3, said
+def test_trigger_stays_after_a_start_that_failed(monkeypatch):
+    started = []
 
+    def fail():
+        started.append(1)
+        raise ConfigError("no")
 
-@pytest.mark.parametrize(("version", "line"), [("9.1.0", "FastDeploy 9.1 is not supported"), ("2.6.0", DRIFTED)])
-def test_second_import_of_a_refused_fastdeploy_is_refused_too(tmp_path, version, line):
-    fake_fastdeploy.write(tmp_path, "fastdeploy", version=version)
-    assert_refused(python(tmp_path, TRY_TWICE, "1"), line)
-
-
-@pytest.mark.parametrize(
-    ("version", "switch", "line"), [("9.1.0", "1", "FastDeploy 9.1 is not supported"), ("2.6.0", "2", "must be 0 or 1")]
-)
-def test_uncaught_refusal_is_one_line(tmp_path, version, switch, line):
-    fake_fastdeploy.write(tmp_path, "fastdeploy", version=version)
-    done = python(tmp_path, "\nimport fastdeploy", switch)
-    assert done.returncode == 1
-    (said,) = done.stderr.splitlines()
-    assert said.startswith("fastdeploy-kvcache: error: ")
-    assert line in said
-
-
-def test_other_errors_keep_their_traceback(tmp_path):
-    root = fake_fastdeploy.write(tmp_path, "fastdeploy", version="9.1.0")
-    (root / "cache_manager" / "v1").mkdir(parents=True)
-    done = python(tmp_path, "\nimport fastdeploy; raise ValueError('of the host')", "1")
-    assert "Traceback" in done.stderr
-    assert done.stderr.endswith("ValueError: of the host\n")
-
-
-def test_nor_where_only_its_plugin_groups_call_us(tmp_path):
-    """They call a plugin once in a process: an import after a failed one goes past them."""
-    loads_plugins = """
-        import sys
-        from fastdeploy_kvcache_v1 import plugin
-        if not hasattr(sys, "plugins_loaded"):
-            sys.plugins_loaded = True
-            plugin.register()
-    """
-    fake_fastdeploy.write(tmp_path, "fastdeploy", version="2.6.0", init=loads_plugins)
-    stand_by = "\nfrom fastdeploy_kvcache_v1 import plugin; plugin.stand_by()"
-    assert_refused(python(tmp_path, stand_by + TRY_TWICE, "1"), DRIFTED)
-
-
-def test_a_fastdeploy_with_its_own_manager_is_left_alone(tmp_path):
-    root = fake_fastdeploy.write(tmp_path, "fastdeploy", version="9.1.0")
-    (root / "cache_manager" / "v1").mkdir(parents=True)
-    done = python(tmp_path, "\nimport fastdeploy; print('imported')", "1")
-    assert done.stdout.strip() == "imported"
-    (line,) = done.stderr.splitlines()
-    assert "fastdeploy-kvcache-v1 does nothing: its flags, stores, " in line
-
-
-def test_other_processes_do_not_mind(tmp_path):
-    assert python(tmp_path, "\nimport json", "1").returncode == 0
-
-
-@pytest.mark.parametrize("value", ["2", "true", "yes"])
-def test_the_switch_is_0_or_1(monkeypatch, value):
-    monkeypatch.setenv(SWITCH, value)
-    with pytest.raises(ConfigError, match=f"must be 0 or 1, got '{value}'"):
-        plugin.is_enabled()
-
-
-def test_activating_twice_leaves_one_trigger(monkeypatch):
-    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if type(f).__module__ != plugin.__name__])
-    monkeypatch.delitem(sys.modules, plugin.FASTDEPLOY, raising=False)  # a fake one of another test, perhaps
+    monkeypatch.setattr(plugin, "_start", fail)
+    plugin.activate()
+    (trigger,) = triggers()
     for _ in range(2):
-        plugin.activate()
-    added = [finder for finder in sys.meta_path if type(finder).__module__ == plugin.__name__]
-    assert len(added) == 1
-    assert added[0].find_spec("json") is None
+        with pytest.raises(ConfigError):
+            trigger.find_spec("fastdeploy")
+    assert (len(started), triggers()) == (2, [trigger])
+    plugin.stand_by()
+    assert triggers() == []
+    assert sys.meta_path, "other finders stay"
+    with pytest.raises(ConfigError):
+        plugin.register()
+    assert len(triggers()) == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_start_names_the_session_before_the_overlay_starts(monkeypatch, enabled):
+    told = []
+    monkeypatch.setattr(plugin, "say_refusals_alone", lambda: told.append("refusals"))
+    monkeypatch.setattr(plugin, "name_session", lambda: told.append("session"))
+    monkeypatch.setattr(plugin, "is_enabled", lambda: enabled)
+    monkeypatch.setattr(overlay, "start", lambda: told.append("overlay"))
+    plugin.register()
+    assert told == ["refusals", *(["session", "overlay"] if enabled else [])]
+
+
+def test_session_is_named_once_by_eight_digits(monkeypatch):
+    monkeypatch.delenv(switch.SESSION_VARIABLE, raising=False)
+    switch.name_session()
+    name = os.environ[switch.SESSION_VARIABLE]
+    assert re.fullmatch("[0-9a-f]{8}", name)
+    switch.name_session()
+    assert os.environ[switch.SESSION_VARIABLE] == name
+
+
+def test_refusal_is_one_line_and_other_errors_go_on(monkeypatch, capsys):
+    others = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: others.append(given))
+    switch.say_refusals_alone()
+    hook = sys.excepthook
+    switch.say_refusals_alone()
+    assert sys.excepthook is hook
+    hook(ConfigError, ConfigError("got 1,\n expected 2"), None)
+    assert capsys.readouterr().err == "fastdeploy-kvcache: error: got 1, expected 2\n"
+    assert others == []
+    error = ValueError("of the host")
+    hook(ValueError, error, None)
+    assert others == [(ValueError, error, None)]
