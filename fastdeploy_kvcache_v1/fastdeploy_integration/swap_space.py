@@ -47,7 +47,7 @@ def host_layout(config: Any, attention_backend: str) -> CacheLayout:
 
 
 def num_kv_heads(config: Any, attention_backend: str) -> int | None:
-    """Of all ranks together; None for a latent cache, whole on each rank."""
+    """Of the whole model; None for a latent cache, whole on each rank."""
     if "num_kv_heads" not in needed_numbers(family_of(attention_backend)):
         return None
     return int(getattr(config.model_config, _IN_CONFIGURATION["num_kv_heads"]))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
 from ..link.engine import EngineLink
 from ..scheduler.cache_manager import CacheManager
 from .engine.link import StorageLink
 from .engine.open_passes import Passes
 from .engine.store_link import CommandLink, StoreLink
 from .engine.tier import StorageTier
+from .host_memory import memory_handlers
 from .namespace import Namespace
+from .parts import Parts
+from .process import StoreProcess
 from .settings import StorageSettings
 
-__all__ = ["check_settings", "device_link", "make_tier"]
+__all__ = ["OpenStore", "check_settings", "make_tier", "open_store"]
 
 
 def check_settings(settings: StorageSettings, namespace: Namespace | None = None) -> None:
@@ -22,11 +28,31 @@ def check_settings(settings: StorageSettings, namespace: Namespace | None = None
     settings.kind.check(settings, namespace)
 
 
-def device_link(ranks: EngineLink) -> StorageLink:
-    """The engine's end of the agents of a store over the device tier, whose questions go to rank 0."""
+class OpenStore(NamedTuple):
+    link: StorageLink | StoreProcess
+    """For the tier."""
+    handlers: Mapping[type, Callable[[int, Any], None]]
+    """Of what ranks say about storage, for `EngineLink.listen`."""
+    rank_gone: Callable[[int], None]
+    """For `EngineLink.listen`, too."""
+
+
+def open_store(settings: StorageSettings, ranks: EngineLink, num_kv_heads: Callable[[], int | None]) -> OpenStore:
+    """Call before `ranks` listen. `num_kv_heads`: of the whole model; None for a latent cache, whole on each rank.
+    It is asked for a store over the host tier alone.
+    """
+    if settings.uses_device_tier:
+        return _agents_of(ranks)
+    store = StoreProcess(settings, Parts.of(ranks.num_ranks, num_kv_heads()))
+    return OpenStore(store, memory_handlers(ranks, store), store.drop_memory)
+
+
+def _agents_of(ranks: EngineLink) -> OpenStore:
+    """The agents in the ranks, of a store over the device tier. A rank that has ended does not answer."""
     from .attention_store.tasks import ANSWERS
 
-    return StorageLink(ranks, ANSWERS)
+    agents = StorageLink(ranks, ANSWERS)
+    return OpenStore(agents, agents.handlers, lambda rank: None)
 
 
 def make_tier(

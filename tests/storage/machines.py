@@ -13,8 +13,8 @@ from fastdeploy_kvcache_v1.lab.server.worker.messages import LINK_TYPES
 from fastdeploy_kvcache_v1.link.engine import EngineLink
 from fastdeploy_kvcache_v1.link.rank import RankLink
 from fastdeploy_kvcache_v1.storage.attention_store.agent import AttentionStoreAgent
-from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, ReadStorageTask, WriteStorageTask
-from fastdeploy_kvcache_v1.storage.backends import device_link
+from fastdeploy_kvcache_v1.storage.attention_store.tasks import ANSWERS, MatchTask, ReadStorageTask, WriteStorageTask
+from fastdeploy_kvcache_v1.storage.engine.link import StorageLink
 from fastdeploy_kvcache_v1.storage.messages import UseNamespace
 from tests.storage.attention_store.memory import Memory as DeviceMemory
 from tests.storage.attention_store.memory import space, tokens
@@ -35,7 +35,7 @@ class Machine:
         self._sockets = tempfile.TemporaryDirectory()
         path = Path(self._sockets.name, "link")
         self._engine = EngineLink(path, ranks, LINK_TYPES, word="")
-        self.link = device_link(self._engine)
+        self.link = StorageLink(self._engine, ANSWERS)
         self._engine.listen(self.link.handlers, lambda rank: None)
         self.ranks = [RankLink(path, rank, ranks, LINK_TYPES, word="") for rank in range(ranks)]
         self.answers = queue.SimpleQueue()

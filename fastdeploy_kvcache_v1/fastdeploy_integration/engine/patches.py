@@ -19,11 +19,7 @@ from ...contract.tool_calls import tool_call_ends
 from ...errors import ConfigError, KVCacheError, StorageError
 from ...link.engine import EngineLink
 from ...link.reports import Reports
-from ...storage.backends import check_settings, device_link, make_tier
-from ...storage.engine.link import StorageLink
-from ...storage.host_memory import memory_handlers
-from ...storage.parts import Parts
-from ...storage.process import StoreProcess
+from ...storage.backends import check_settings, make_tier, open_store
 from ...storage.settings import StorageSettings
 from ...telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
 from ...telemetry.trace_recorder import TraceRecorder
@@ -102,6 +98,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         """To the workers, once the cache service is launched; None where nothing is copied."""
         self.handlers: dict[type, Callable[[int, Any], None]] = {}
         """Of what the link delivers, on its thread."""
+        self._store_lost_rank: Callable[[int], None] = lambda rank: None
         self.reports: Reports | None = None
         """Of the workers, where there is a link."""
         self.updates: WeightUpdates | None = None
@@ -210,22 +207,17 @@ class EnginePrefixCache(PrefixCacheAdapter):
 
     def _rank_gone(self, rank: int) -> None:
         _logger().warning("worker rank %d is gone", rank)
-        if isinstance(store := None if self.storage is None else self.storage.link, StoreProcess):
-            store.drop_memory(rank)
+        self._store_lost_rank(rank)
 
     def _make_storage(self, ranks: EngineLink, chosen: StorageSettings) -> EngineStorage:
         from fastdeploy import envs
 
-        link: StoreProcess | StorageLink
-        if chosen.uses_device_tier:
-            link = device_link(ranks)
-            self.handlers.update(link.handlers)
-        else:
-            heads = swap_space.num_kv_heads(self._config, envs.FD_ATTENTION_BACKEND)
-            link = StoreProcess(chosen, Parts.of(ranks.num_ranks, heads))
-            self.handlers.update(memory_handlers(ranks, link))
-        num_ranks = ranks.num_ranks
-        passes = RankPasses(num_ranks) if chosen.uses_device_tier and not chosen.flush_only else None
+        num_kv_heads = partial(swap_space.num_kv_heads, self._config, envs.FD_ATTENTION_BACKEND)
+        store = open_store(chosen, ranks, num_kv_heads)
+        self.handlers.update(store.handlers)
+        self._store_lost_rank = store.rank_gone
+        link = store.link
+        passes = RankPasses(ranks.num_ranks) if chosen.uses_device_tier and not chosen.flush_only else None
         digest = settings_digest(self._config, envs.environment_variables)  # now: FastDeploy goes on writing into it
         storage = EngineStorage(
             make_tier(self.manager, chosen, None, link, passes=passes),

@@ -18,7 +18,7 @@ from ..settings import storage_settings
 
 
 class RankStorage(ABC):
-    """Moves blocks of one rank to and from the store on its own threads. Only the worker's event loop calls it."""
+    """What the store has of one rank: the memory of a tier. Only the worker's event loop calls it."""
 
     host_trailer_bytes = 0
     """Bytes behind each host slot for the store's seal of a block. With any, other processes map the host tier."""

@@ -45,4 +45,4 @@ class StorageLink:
 
 
 def _drop(answer: Any) -> None:
-    """Nobody listens."""
+    """There is no listener."""

@@ -13,6 +13,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engin
 from fastdeploy_kvcache_v1.fastdeploy_integration.link import rank_link
 from fastdeploy_kvcache_v1.link.messages import Gone, Memory
 from fastdeploy_kvcache_v1.link.place import socket_path
+from fastdeploy_kvcache_v1.storage import backends
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.parts import Parts
@@ -160,8 +161,6 @@ def store(fake_fastdeploy, monkeypatch):
     tier = SimpleNamespace(weigh=lambda compute_s: None, metrics=source_of(StorageTier))
     made = SimpleNamespace(tier=tier, exported=fake_fastdeploy.exported)
     parts = {
-        "device_link": lambda ranks: SimpleNamespace(ranks=ranks, handlers={FlushDone: None}),
-        "StoreProcess": lambda chosen, parts: parts,
         "make_tier": lambda *_, **__: made.tier,
         "settings_digest": lambda *_: "a digest",
         "EngineStorage": Storage,
@@ -169,6 +168,9 @@ def store(fake_fastdeploy, monkeypatch):
     }
     for name, part in parts.items():
         monkeypatch.setattr(engine_patches, name, part)
+    made.lost = []
+    process = lambda chosen, parts: SimpleNamespace(parts=parts, drop_memory=made.lost.append)  # noqa: E731
+    monkeypatch.setattr(backends, "StoreProcess", process)
     monkeypatch.setenv(SESSION_VARIABLE, "01234567")
     return made
 
@@ -193,11 +195,13 @@ def test_a_store_is_opened_with_the_cache_service(store, monkeypatch, backend, g
     assert [name for name, *_ in manager.storage.told] == told
     assert (manager.storage.passes is not None) == follows_passes
     if backend == "file":
-        assert manager.storage.link == Parts(2, 2)
+        assert manager.storage.link.parts == Parts(2, 2)
         assert {Memory, Gone} <= manager.handlers.keys()
     else:
-        assert manager.storage.link.ranks is manager.link
+        assert manager.storage.link.num_ranks == manager.link.num_ranks
         assert FlushDone in manager.handlers
+    manager._rank_gone(1)
+    assert store.lost == ([1] if backend == "file" else []), "of a rank that ended nothing is mapped"
     assert (store.tier, ()) in manager.publisher._parts
     assert [each.backend for _, each in store.exported] == [backend]
     assert (manager.manager.config.max_queued_events > 0) == given.get("flush_only", False)

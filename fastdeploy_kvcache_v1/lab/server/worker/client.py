@@ -16,11 +16,9 @@ from ....contract.messages import BatchRequest, RankCopies
 from ....errors import ConfigError
 from ....link.engine import EngineLink
 from ....link.place import MAX_SOCKET_PATH
-from ....storage.backends import device_link
+from ....storage.backends import open_store
 from ....storage.engine.link import StorageLink
-from ....storage.host_memory import memory_handlers
 from ....storage.namespace import Namespace
-from ....storage.parts import Parts
 from ....storage.process import StoreProcess
 from ....storage.settings import StorageSettings
 from ....transfer.role_info import RankInfo
@@ -151,13 +149,9 @@ def _open_storage(
     """Raises `ConfigError`."""
     num_ranks, model = config.tensor_parallel_size, config.model
     ranks = EngineLink(directory / "link", num_ranks, LINK_TYPES, word=directory.name)
-    if settings.uses_device_tier:
-        agents = device_link(ranks)
-        ranks.listen(agents.handlers, lambda rank: None)
-        return ranks, agents
-    store = StoreProcess(settings, Parts.of(num_ranks, None if model.ranks_cache_alike else model.num_kv_heads))
-    ranks.listen(memory_handlers(ranks, store), store.drop_memory)
-    return ranks, store
+    store = open_store(settings, ranks, lambda: None if model.ranks_cache_alike else model.num_kv_heads)
+    ranks.listen(store.handlers, store.rank_gone)
+    return ranks, store.link
 
 
 def _private_directory() -> Path:

@@ -21,7 +21,9 @@ from fastdeploy_kvcache_v1.lab.model.vision import PATCH, Image, PlacedImage
 from fastdeploy_kvcache_v1.lab.server.worker.messages import LINK_TYPES
 from fastdeploy_kvcache_v1.lab.server.worker.outside import RankStorage
 from fastdeploy_kvcache_v1.link.engine import EngineLink
-from fastdeploy_kvcache_v1.storage.backends import device_link, make_tier
+from fastdeploy_kvcache_v1.storage.attention_store.tasks import ANSWERS
+from fastdeploy_kvcache_v1.storage.backends import make_tier
+from fastdeploy_kvcache_v1.storage.engine.link import StorageLink
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.worker.ops.copies import CpuCopies
@@ -264,7 +266,7 @@ class VendorsStore:
 
     def tier(self, manager):
         self._engine = EngineLink(self._path, 1, LINK_TYPES, word=self._path.parent.name)
-        self._link = device_link(self._engine)
+        self._link = StorageLink(self._engine, ANSWERS)
         self._engine.listen(self._link.handlers, lambda rank: None)
         return make_tier(manager, self.settings, None, self._link)
 
