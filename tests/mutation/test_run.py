@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.mutation.driver import ROOT
+from tests.mutation.driver import PACKAGE, ROOT, Question, places_of
+from tests.mutation.run import verdicts_of
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +35,6 @@ def test_below_its_floor_it_fails():
     assert "FAILED" in done.stdout
 
 
-def test_a_module_whose_tests_all_start_processes_is_left_out():
-    done = mutate("forks.py", "--every", 5, "--floor", 100)
-    assert done.returncode == 0, done.stderr
-    assert "| 0 | 0 (" in done.stdout
+def test_tests_that_all_start_processes_are_asked_nothing():
+    question = Question(places_of(PACKAGE / "forks.py"), ["tests/test_forks_processes.py"])
+    assert verdicts_of(question) == []
