@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import time
@@ -117,6 +118,16 @@ class SdkModules:
     error: type[Exception]
     """`AttentionStoreSDKError`."""
 
+    @property
+    def describes_attention(self) -> bool:
+        """On a GPU it takes the bytes of key and value one by one, and more arguments: FastDeploy 2.6 calls it so.
+        FastDeploy 2.5 calls an older one, which takes the same arguments on every device.
+        """
+        try:
+            return "attention_type" in inspect.signature(self.client).parameters
+        except (TypeError, ValueError):  # compiled, without a signature
+            return importlib.util.find_spec(f"{PACKAGE}.client") is not None
+
 
 def require_installed() -> None:
     """Raises `ConfigError`. Imports nothing."""
@@ -168,13 +179,16 @@ class SdkConnection:
         self.block_bytes = 2 * identity.layer_num * identity.bytes_per_shard_layer_per_block
         """Of one block on this rank."""
         self._modules = modules
-        self._on_gpu = on_gpu
+        self._has_options = on_gpu and modules.describes_attention
         self._layers = list(range(identity.layer_num))
         try:
             self._sdk = self._make()
             self._wait_until_ready(sleep)
-        except modules.error as error:
-            raise StorageError(f"the attention store cannot be used: {error}") from error
+        except StorageError:
+            raise
+        except Exception as error:  # the edge to a foreign library
+            text = error if isinstance(error, modules.error) else repr(error)
+            raise StorageError(f"the attention store cannot be used: {text}") from error
 
     def match(self, token_ids: Sequence[int], timeout: float = MATCH_TIMEOUT_S) -> int:
         """How many blocks of the path are stored, from the root on."""
@@ -184,7 +198,7 @@ class SdkConnection:
 
     def read(self, task: ReadStorageTask, caches: DeviceCaches) -> int:
         """How many of the device blocks of `task` were filled, from the first one on."""
-        extra: dict[str, Any] = {"remote_addrs": None} if self._on_gpu else {}
+        extra: dict[str, Any] = {"remote_addrs": None} if self._has_options else {}
         return self._count(
             "read",
             len(task.gpu_block_ids),
@@ -204,7 +218,7 @@ class SdkConnection:
         self, token_ids: Sequence[int], first: int, blocks: Sequence[int], timeout: float, caches: DeviceCaches
     ) -> int:
         """Store device `blocks`, which are those of the path from `first` on; returns how many were."""
-        extra: dict[str, Any] = {"h2h_copy": False, "params": None} if self._on_gpu else {}
+        extra: dict[str, Any] = {"h2h_copy": False, "params": None} if self._has_options else {}
         return self._count(
             "write",
             len(blocks),
@@ -234,7 +248,7 @@ class SdkConnection:
     def _make(self) -> Any:
         who = self.identity
         sizes, extra = [who.bytes_per_shard_layer_per_block], {}
-        if self._on_gpu:  # there the SDK takes the bytes of key and value one by one
+        if self._has_options:
             attention = importlib.import_module(f"{PACKAGE}.client.client").AttentionType.MHA
             sizes, extra = sizes * 2, {"attention_type": attention, "enable_as_kv_rw": True, "gpu_count": 0}
         return self._modules.client(

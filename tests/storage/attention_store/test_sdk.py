@@ -1,6 +1,7 @@
 """How the SDK is found, made, waited for and called."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,29 @@ def test_sdk_gets_bytes_of_key_and_value_and_the_attention_on_a_gpu(sdk_store):
     assert (key, value, device, data_parallel) == (KEY_BYTES, KEY_BYTES, 0, 0)
     assert options.pop("attention_type").name == "MHA"
     assert options == {"enable_as_kv_rw": True, "gpu_count": 0}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_an_older_sdk_gets_the_same_arguments_on_every_device(sdk_store, on_gpu):
+    """FastDeploy 2.5 knows no other."""
+    older = load_sdk().client.__init__
+
+    class Older(load_sdk().client):
+        def __init__(self, a, b, c, d, e, f, g, size, device, data_parallel):
+            older(self, a, b, c, d, e, f, g, size, device, data_parallel)
+
+    modules = replace(load_sdk(), client=Older)
+    memory = Memory()
+    memory.fill(3, 8)
+    sdk = SdkConnection(modules, SdkIdentity.of(space(), 0), on_gpu=on_gpu)
+    assert sdk.write(tokens(1), 0, (3,), 1.0, memory.caches()) == 1
+    assert options() == [{}]
+
+
+def test_an_sdk_of_another_form_is_refused_in_one_line(sdk_store):
+    modules = replace(load_sdk(), client=lambda namespace: None)
+    with pytest.raises(StorageError, match=r"the attention store cannot be used: TypeError\("):
+        SdkConnection(modules, SdkIdentity.of(space(), 0))
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -59,8 +59,11 @@ class AttentionStoreSDK:
         block_token_size=64,
         bytes_per_shard_layer_per_block=1024,
         *more,
+        attention_type=None,
         **options,
     ):
+        if attention_type is not None:
+            options["attention_type"] = attention_type
         first = (namespace, pod_name, model_version, shard_id, shard_num, layer_num, block_token_size)
         MADE.append((*first, bytes_per_shard_layer_per_block, *more, options))
         self._directory = Path(os.environ["STAND_IN_STORE"])
