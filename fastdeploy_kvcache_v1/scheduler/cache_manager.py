@@ -280,19 +280,12 @@ class CacheManager:
         """End a load whose first `num_arrived` blocks have arrived; nothing may write to its slots any more.
 
         Arrived blocks become ordinary cached blocks, the other slots are freed. Returns how many were cached. These are
-        the last ones that arrived: earlier ones may be cached already. The result is 0 if the load was cancelled, or if
+        the last ones that arrived: earlier ones may be cached already. The result is 0 if the cache was reset, or if
         the blocks before it are no longer cached (for the device tier: on the device). `num_arrived` 0 aborts.
         Raises `CacheStateError`, changing nothing, for an unknown load or more blocks than it has slots. O(blocks).
         """
         with self._lock:
             return self._loads.complete(load_id, num_arrived)
-
-    def cancel_load(self, load_id: str) -> None:
-        """Quarantine a load that is no longer wanted, while bytes may still arrive: its slots stay reserved until
-        `complete_load`. Idempotent. Raises `CacheStateError` for an unknown load.
-        """
-        with self._lock:
-            self._loads.cancel(load_id)
 
     def begin_store(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
         """Keep the bytes of the blocks that `step` copied into host `slots` until `end_store`, for storage or a peer to
@@ -370,9 +363,9 @@ class CacheManager:
         """Forget every cached block of both tiers. `new_weights`: their KV is that of other weights.
 
         Running requests keep their blocks until they end, and cache nothing more. `force` ends them too, frees lent
-        slots and drops copies not taken yet: the caller must have stopped the worker. Loads are cancelled, see
-        `cancel_load`, and slots that a store reads stay reserved until it ends. O(requests + blocks in use), plus a
-        copy of the pools' lists; later steps free the forgotten runs, a few in each.
+        slots and drops copies not taken yet: the caller must have stopped the worker. What loads bring is
+        not cached; their slots, and those that a store reads, stay reserved until they end. O(requests + blocks in
+        use), plus a copy of the pools' lists; later steps free the forgotten runs, a few in each.
         """
         with self._lock:
             if force:
@@ -510,7 +503,6 @@ class CacheManager:
                 host_cached_blocks=self._host_pool.num_owned - on_host,
                 device_loading_blocks=loading,
                 host_loading_blocks=on_host,
-                quarantined_blocks=self._loads.num_quarantined,
                 sessions=len(self._history.sessions),
                 watched_blocks=len(self._history),
                 recency_rules=not self._history.judge.trusts,

@@ -41,7 +41,9 @@ class Counters:
     duplicate_blocks: int = counter("Computed blocks kept twice, because another request uses the cached copy")
     failed_transfer_blocks: int = counter("Blocks forgotten after a failed copy")
     loaded_blocks: int = counter("Blocks from storage or a peer that were cached")
-    wasted_load_blocks: int = counter("Blocks from storage or a peer that were not cached: cancelled or too late")
+    wasted_load_blocks: int = counter(
+        "Blocks from storage or a peer that were not cached: too late, or the cache was reset"
+    )
 
 
 @dataclass
@@ -82,7 +84,6 @@ class CacheStats:
     host_cached_blocks: int = gauge("Host blocks that hold a cached block")
     device_loading_blocks: int = gauge("Device blocks being loaded from storage or a peer")
     host_loading_blocks: int = gauge("Host blocks being loaded from storage or a peer")
-    quarantined_blocks: int = gauge("Loading blocks of both tiers whose load is cancelled but has not ended")
     sessions: int = gauge("Sessions whose return adaptive eviction expects, told or learned")
     watched_blocks: int = gauge("Blocks of past prompts from which adaptive eviction learns")
     recency_rules: bool = gauge("1 while adaptive eviction falls back to LRU, or no policy learns")

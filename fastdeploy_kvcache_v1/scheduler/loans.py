@@ -33,7 +33,7 @@ class Load:
     slots: list[Any]
     """Slots of tier `level` for the blocks from `first` on."""
     wanted: bool = True
-    """False in quarantine: bytes may still arrive, but are not cached."""
+    """False once the cache was reset: bytes may still arrive, but are not cached."""
 
 
 class Loads:
@@ -78,9 +78,6 @@ class Loads:
         self._tiering.free(load.slots[: num_arrived - num_cached] + load.slots[num_arrived:], load.level)
         return num_cached
 
-    def cancel(self, load_id: str) -> None:
-        self._get(load_id).wanted = False
-
     def cancel_all(self) -> None:
         for load in self._loads.values():
             load.wanted = False
@@ -98,11 +95,6 @@ class Loads:
     def num_slots(self, level: CacheLevel) -> int:
         """O(loads)."""
         return sum(len(load.slots) for load in self._loads.values() if load.level is level)
-
-    @property
-    def num_quarantined(self) -> int:
-        """Number of slots of both tiers in quarantine. O(loads)."""
-        return sum(len(load.slots) for load in self._loads.values() if not load.wanted)
 
     def check_none(self) -> None:
         expect(not self._loads, f"manager: loads never completed: {', '.join(list(self._loads)[:8])}")

@@ -15,6 +15,7 @@ __all__ = [
     "Connect",
     "Connected",
     "Ending",
+    "Failing",
     "LoadBlocks",
     "LoadDone",
     "MappedSlots",
@@ -102,7 +103,7 @@ class TouchBlocks:
 
 @dataclass(frozen=True)
 class LoadDone:
-    """No byte of this load can arrive in its slots any more, once `quiet_after_s` have passed."""
+    """No byte of this load can arrive in its slots any more."""
 
     operation: ClassVar[str] = "load"
     load_id: str
@@ -113,12 +114,19 @@ class LoadDone:
     num_bytes: int = 0
     seconds: float = 0.0
     error: str | None = None
-    quiet_after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A load over device slots has failed on a rank, and may still move bytes: its answer follows when it does not."""
+
+    load_id: str
+    error: str
 
 
 @dataclass(frozen=True)
 class StoreDone:
-    """The slots of this store are not read any more, once `quiet_after_s` have passed."""
+    """The slots of this store are not read any more."""
 
     operation: ClassVar[str] = "store"
     store_id: str
@@ -129,7 +137,6 @@ class StoreDone:
     error: str | None = None
     num_refused: int = 0
     """Blocks that the store had no room for. It works, and may have room later."""
-    quiet_after_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ FAULTS = [
 
 
 def test_faults_cost_hits_and_no_token(tmp_path):
-    """The last one leaves blocks in quarantine, while bytes go on arriving in them."""
+    """The last one keeps blocks, while bytes go on arriving in them."""
     store = tmp_path / "kv"
     words, variables = STORES["attention_store"](store)
     with started(tmp_path / "server", *words, environment=variables) as server:
@@ -143,7 +143,7 @@ def test_faults_cost_hits_and_no_token(tmp_path):
             set_faults(store, **faults)
             found = ask(server)
             assert found == (tokens, cached if faults else found[1]), faults
-        wait_until(lambda: server.metrics()["quarantined_blocks"] == 0, "the end of failed calls", 90.0)
+        wait_until(lambda: server.metrics()["device_loading_blocks"] == 0, "the end of failed calls", 90.0)
         end(server)
 
 

@@ -208,13 +208,13 @@ def test_restarted_server_loads_stored_blocks_and_faults_cost_only_hits(release,
             set_faults(store, **faults)
             again = ask(client, PROMPT)
             assert (again.tokens, again.cached_tokens) == (computed.tokens, cached), faults
-        quarantined = lambda: server.metrics()["quarantined_blocks"]  # noqa: E731  published now and then
-        wait_until(lambda: quarantined() == BLOCKS, "the blocks that the failed call may still fill", 15.0)
+        kept = lambda: server.metrics()["device_loading_blocks"]  # noqa: E731  published now and then
+        wait_until(lambda: kept() == BLOCKS, "the blocks that the failed call may still fill", 15.0)
         set_faults(store)
         for prompt in OTHERS:  # they need the other blocks of the tier, and none that the failed call may still fill
             ask(client, prompt)
         assert ask(client, PROMPT).tokens == computed.tokens
-        wait_until(lambda: quarantined() == 0, "the end of the failed call", 90.0)
+        wait_until(lambda: kept() == 0, "the end of the failed call", 90.0)
 
 
 def index_of(store):

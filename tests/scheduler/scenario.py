@@ -284,9 +284,6 @@ class Scene:
         found = self.cache.complete_load(name, int(count))
         assert found == int(cached), found
 
-    def cancel(self, name: str = "load") -> None:
-        self.cache.cancel_load(name)
-
     def store(self, step: str, blocks: str, name: str = "store") -> None:
         """Of what `step` copied to the host these blocks are read, named with commas; `-` for none."""
         copied = self.steps[step]

@@ -123,9 +123,13 @@ class Engine:
         return [
             Move(each.store_id, each.hashes[-1].decode(), each.slots)
             if isinstance(each, StoreBlocks)
-            else Move(each.task_id, "".join(map(chr, each.token_ids)), each.gpu_block_ids)
+            else Move(each.task_id, self._stored_path(each), each.gpu_block_ids)
             for each in self.link.all((StoreBlocks, WriteStorageTask))
         ]
+
+    def _stored_path(self, task):
+        end = task.start_write_block_idx + len(task.gpu_block_ids)
+        return "".join(map(chr, task.token_ids[: end * self.block_size]))
 
     @property
     def statements(self):

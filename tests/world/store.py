@@ -18,6 +18,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStor
 from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, MatchTask, ReadStorageTask, WriteDone
 from fastdeploy_kvcache_v1.storage.messages import (
+    Failing,
     LoadDone,
     QueryDone,
     RankDone,
@@ -48,6 +49,17 @@ class Call(NamedTuple):
     slots: Sequence[int] = ()
     exists: bool | None = None
     """A statement to the index: whether the server has the blocks. None for a transfer."""
+
+
+class Late(NamedTuple):
+    """A call that has failed, and goes on."""
+
+    until: float
+    slots: Sequence[int]
+    values: list[Value] | None
+    """What it reads; None: it writes garbage."""
+    answers: Sequence[Any]
+    """Given then."""
 
 
 class RankMemory(RankStorage):
@@ -105,8 +117,8 @@ class Store:
         """Open calls by kind."""
         self.index: set[Hashable] = set()
         """Paths of blocks that the server has stated to have."""
-        self._late: list[tuple[float, Sequence[int], list[Value] | None]] = []
-        """Failed calls: when they end, their slots, and the values that they read (None: they write garbage)."""
+        self._late: list[Late] = []
+        """Failed calls."""
         self._listener: Callable[[Any], None] = print
         self.events = [(12, self.answer), (5, self.go_on), (0.5, self.lose)]
 
@@ -178,9 +190,12 @@ class Store:
             del self.values[name]
 
     def go_on(self, rng: random.Random) -> None:
-        """Failed calls read or write once more."""
-        self._late = [late for late in self._late if late[0] > self._world.clock()]
-        for _, slots, values in self._late:
+        """Failed calls read or write once more, or are answered."""
+        now, late = self._world.clock(), self._late
+        ended, self._late = ([each for each in late if (each.until <= now) is over] for over in (True, False))
+        for answer in itertools.chain.from_iterable(late.answers for late in ended):
+            self._listener(answer)
+        for _, slots, values, _ in self._late:
             if values is None:
                 self._spoil(slots)
             elif not all(_equal(self._read(slot), value) for slot, value in zip(slots, values, strict=True)):
@@ -216,17 +231,21 @@ class Store:
                 memory.fill(slot, part)
         for memory in self._memories if self.on_device else ():  # of host slots the next step tells
             memory.refilled(call.slots[: len(values)])
-        error, quiet_after, count = "connection reset" if fails else None, 0.0, len(values)
+        error = "connection reset" if fails else None
         if fails and self.on_device and cut < 0.7:
-            self._late.append((self._world.clock() + LATE_S, call.slots, None))
-            quiet_after, count = LATE_S, 0
-        return self._of_ranks(LoadDone(call.name, count, wrong, 0, 0.01, error, quiet_after))
+            answers = self._of_ranks(LoadDone(call.name, 0, wrong, 0, 0.01, error))
+            self._late.append(Late(self._world.clock() + LATE_S, call.slots, None, answers))
+            return [Failing(call.name, error)] * self.num_ranks
+        return self._of_ranks(LoadDone(call.name, len(values), wrong, 0, 0.01, error))
 
     def _store(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
         fails, values = fails or wrong, [self._read(slot) for slot in call.slots]
         if fails and self.on_device:
-            self._late.append((self._world.clock() + LATE_S, call.slots, values))
-        for name, slot, value in () if fails else zip(call.path[call.first :], call.slots, values, strict=True):
+            answers = self._of_ranks(self._store_done(call, fails))
+            self._late.append(Late(self._world.clock() + LATE_S, call.slots, values, answers))
+            return []
+        names = call.path[call.first : call.first + len(call.slots)]
+        for name, slot, value in () if fails else zip(names, call.slots, values, strict=True):
             if not _equal(self.values.setdefault(name, value), value):
                 raise WrongError(f"slot {slot} is stored under the name of another block")
         return self._of_ranks(self._store_done(call, fails))
@@ -270,8 +289,8 @@ class TokenStore(Store):
 
     def _store_done(self, call: Call, fails: bool) -> Any:
         if fails:
-            return WriteDone(call.name, 0, error="disk full", quiet_after_s=LATE_S)
-        return WriteDone(call.name, len(call.slots), num_stored=len(call.slots))
+            return WriteDone(call.name, 0, error="disk full")
+        return WriteDone(call.name, len(call.slots), num_stored=max(0, len(self._stored(call.path)) - call.first))
 
     def _state(self, call: Call, fails: bool, wrong: bool, cut: float) -> list[Any]:
         if fails:

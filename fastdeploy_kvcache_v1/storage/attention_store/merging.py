@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..messages import LoadDone, RankDone, StoreDone
@@ -14,23 +14,18 @@ __all__ = ["Merging"]
 class Merging:
     """Not thread-safe."""
 
-    def __init__(self, num_ranks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._clock = clock
-        self._open: dict[str, list[tuple[RankDone, float]]] = {}
-        """By name of the command: what ranks have answered, and when no byte of theirs moves any more."""
+        self._open: dict[str, list[RankDone]] = {}
+        """By name of the command: what ranks have answered."""
 
     def add(self, done: RankDone) -> LoadDone | StoreDone | None:
         """Return the merged answer once all ranks have answered."""
-        answer, now = done.answer, self._clock()
+        answer = done.answer
         name = answer.load_id if isinstance(answer, LoadDone) else answer.store_id
         answers = self._open.setdefault(name, [])
-        answers.append((done, now + answer.quiet_after_s))
-        if len(answers) < self._num_ranks:
-            return None
-        del self._open[name]
-        quiet_after_s = max(0.0, max(quiet_at for _, quiet_at in answers) - now)
-        return replace(_merged([done for done, _ in answers]), quiet_after_s=quiet_after_s)
+        answers.append(done)
+        return _merged(self._open.pop(name)) if len(answers) == self._num_ranks else None
 
 
 def _merged(answers: Sequence[RankDone]) -> LoadDone | StoreDone:

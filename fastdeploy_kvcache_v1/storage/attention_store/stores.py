@@ -16,12 +16,17 @@ from ..engine.store_side import StoreSide
 from ..engine.target import Prefix
 from ..messages import StoreDone
 from .target import plain_prefix
-from .tasks import WriteDone, WriteStorageTask
+from .tasks import TRANSFER_TIMEOUT_S, WriteDone, WriteStorageTask
 
 __all__ = ["DeviceStores"]
 
 PIECE_BLOCKS = 32
-"""Stored as one. Until then their slots cannot be used for others, so it is not much."""
+"""Of a prompt's first piece, and each further one is twice as long: the SDK takes all token ids up to a piece's end, so
+pieces of one length would cost the square of the prompt.
+"""
+
+BLOCKS_IN_TIME = 128
+"""A longer piece may take longer than `TRANSFER_TIMEOUT_S`."""
 
 PIECES_UNDER_WAY = 2
 MOST_WAITING = 256
@@ -35,9 +40,16 @@ MOST_KNOWN = 65_536
 
 
 @dataclass(eq=False, slots=True)
+class _Waiting:
+    prefix: Prefix
+    piece_blocks: int = PIECE_BLOCKS
+    """Of its next piece, at most."""
+
+
+@dataclass(eq=False, slots=True)
 class _Write:
     store_id: str
-    prefix: Prefix
+    waited: _Waiting
     first: int
     """First block that is stored."""
     slots: tuple[int, ...]
@@ -45,8 +57,10 @@ class _Write:
     """Sent once every copy and pass up to this step has ended: then the bytes are there."""
     begun_at: float
     is_sent: bool = False
-    quiet_at: float | None = None
-    """Nothing is read any more from then on. None: it has not been answered."""
+
+    @property
+    def prefix(self) -> Prefix:
+        return self.waited.prefix
 
     @property
     def end(self) -> int:
@@ -89,7 +103,7 @@ class DeviceStores(StoreSide):
         self._waits_for_batch = waits_for_batch
         self._num_wanted = num_wanted
         self._breaker = Breaker(clock)
-        self._waiting: deque[Prefix] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._under_way: dict[str, _Write] = {}
         """Those that were told to the cache manager, in order."""
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
@@ -101,8 +115,8 @@ class DeviceStores(StoreSide):
         if self._num_known(prefix) == len(prefix.hashes):
             return
         if len(self._waiting) == MOST_WAITING:
-            self._give_up(self._waiting.popleft())
-        self._waiting.append(prefix)
+            self._give_up(self._waiting.popleft().prefix)
+        self._waiting.append(_Waiting(prefix))
 
     def copy_failed(self, result: CopyResult) -> None:
         """What was to be stored from one of its targets never arrived there."""
@@ -128,38 +142,33 @@ class DeviceStores(StoreSide):
         self._known.clear()
 
     def go_on(self) -> None:
-        now = self._clock()
-        for write in list(self._under_way.values()):
-            if not write.is_sent and self._waits_for_batch(write.after_step):
+        for write in [each for each in self._under_way.values() if not each.is_sent]:
+            if self._waits_for_batch(write.after_step):
                 self._end(write)  # there may be no batch before a request has its slots
-                self._waiting.appendleft(write.prefix)
-            elif not write.is_sent:
+                self._waiting.appendleft(write.waited)
+            else:
                 self._send_if_quiet(write)
-            elif write.quiet_at is not None and write.quiet_at <= now:
-                self._end(write)
         if self._waits_for_batch(self._last_told()):
             return
         if self._num_wanted() > self._manager.num_device_blocks - self._most_blocks:
             return  # as long as one block after the other is stored, this request would wait
-        for prefix in list(itertools.islice(self._waiting, LOOKED_AT)):
-            room = min(PIECE_BLOCKS, self._most_blocks - sum(len(write.slots) for write in self._under_way.values()))
+        for waiting in list(itertools.islice(self._waiting, LOOKED_AT)):
+            room = self._most_blocks - sum(len(write.slots) for write in self._under_way.values())
             if len(self._under_way) >= PIECES_UNDER_WAY or room <= 0:
                 break
-            first = self._num_known(prefix)
-            if first < len(prefix.hashes) and self._is_under_way(prefix.hashes[first]):
+            hashes, first = waiting.prefix.hashes, self._num_known(waiting.prefix)
+            if first < len(hashes) and self._is_under_way(hashes[first]):
                 continue  # another request's piece
-            self._waiting.remove(prefix)
-            if first < len(prefix.hashes):
-                self._begin(prefix, first, room)
+            self._waiting.remove(waiting)
+            if first < len(hashes):
+                self._begin(waiting, first, min(waiting.piece_blocks, room))
 
     def store_done(self, answer: StoreDone) -> None:
         assert isinstance(answer, WriteDone)
         self._counters.store.add(answer, answer.num_written)
         write = self._under_way[answer.store_id]
-        write.quiet_at = self._clock() + answer.quiet_after_s
         self._breaker.answered(answer.error)
-        if not answer.quiet_after_s:
-            self._end(write)
+        self._end(write)
         self._take_over(write, answer)
 
     @property
@@ -170,16 +179,12 @@ class DeviceStores(StoreSide):
     def is_idle(self) -> bool:
         return not self._under_way
 
-    def seconds_to_next_deadline(self) -> float | None:
-        now = self._clock()
-        ending = [write.quiet_at - now for write in self._under_way.values() if write.quiet_at is not None]
-        return min(ending, default=None)
-
     def held_since(self) -> float | None:
         return next((write.begun_at for write in self._under_way.values()), None)
 
-    def _begin(self, prefix: Prefix, first: int, most: int) -> None:
-        """Store the next piece of `prefix`, as far as it is on the device."""
+    def _begin(self, waiting: _Waiting, first: int, most: int) -> None:
+        """Store the next piece of a prompt, as far as it is on the device."""
+        prefix = waiting.prefix
         if not self._breaker.may_pass():
             self._give_up(prefix)
             return
@@ -190,7 +195,7 @@ class DeviceStores(StoreSide):
             return
         write = self._under_way[store_id] = _Write(
             store_id,
-            prefix,
+            waiting,
             first,
             source.slots,
             after_step=self._last_told(),
@@ -205,13 +210,18 @@ class DeviceStores(StoreSide):
         if not self._are_slots_quiet(write.after_step, write.begun_at):
             return
         write.is_sent = True
-        token_ids = write.prefix.token_ids[: write.end * self._block_size]
+        token_ids = write.prefix.token_ids  # the store is asked once how far it has them
+        is_continued = write.waited.piece_blocks > PIECE_BLOCKS
+        if is_continued:
+            token_ids = token_ids[: write.end * self._block_size]
         self._link.send(
             WriteStorageTask(
                 task_id=write.store_id,
                 token_ids=token_ids,
                 gpu_block_ids=write.slots,
                 start_write_block_idx=write.first,
+                is_continued=is_continued,
+                timeout=TRANSFER_TIMEOUT_S * max(1.0, len(write.slots) / BLOCKS_IN_TIME),
                 begun_at=write.begun_at,
             )
         )
@@ -230,8 +240,8 @@ class DeviceStores(StoreSide):
         self._know(write.prefix.hashes[write.first : write.first + answer.num_stored])
         if answer.num_stored < len(write.slots):
             self._give_up(write.prefix)
-        elif write.end < len(write.prefix.hashes):
-            self._waiting.appendleft(write.prefix)
+        elif write.first + answer.num_stored < len(write.prefix.hashes):
+            self._waiting.appendleft(_Waiting(write.prefix, 2 * write.waited.piece_blocks))
 
     def _know(self, hashes: Iterable[BlockHash]) -> None:
         for block in hashes:

@@ -9,9 +9,13 @@ from ...scheduler.cache_manager import CacheManager
 from ..engine.counters import StorageCounters
 from ..engine.store_link import CommandLink
 from ..engine.target import Prefix, Target
-from .tasks import MatchTask, ReadStorageTask
+from ..messages import LoadDone, QueryDone
+from .tasks import MATCH_TIMEOUT_S, TRANSFER_TIMEOUT_S, MatchTask, ReadStorageTask
 
 __all__ = ["DeviceTarget", "plain_prefix"]
+
+LATE_S = 5.0
+"""An answer may come so long after the time that the SDK was given for it, see `QUIET_MARGIN_S` of the agent."""
 
 
 class DeviceTarget(Target):
@@ -24,6 +28,7 @@ class DeviceTarget(Target):
         manager: CacheManager,
         link: CommandLink,
         counters: StorageCounters,
+        clock: Callable[[], float],
         are_slots_quiet: Callable[[int, float], bool],
         spare: Callable[[], int],
         waits_for_batch: Callable[[int], bool],
@@ -39,6 +44,25 @@ class DeviceTarget(Target):
         self._are_slots_quiet = are_slots_quiet
         self._spare = spare
         self._waits_for_batch = waits_for_batch
+        self._clock = clock
+        self._due: dict[str, float] = {}
+        """When a question or a load that has no answer should have had one."""
+
+    @property
+    def is_serving(self) -> bool:
+        """False: the SDK has not kept to the time that it was given."""
+        left = self.seconds_left()
+        return left is None or left > 0
+
+    def seconds_left(self) -> float | None:
+        """Until `is_serving` ends if nothing is answered; None for never."""
+        return min(self._due.values()) - self._clock() if self._due else None
+
+    def answered(self, answer: object) -> None:
+        if isinstance(answer, QueryDone):
+            self._due.pop(answer.query_id, None)
+        elif isinstance(answer, LoadDone):
+            self._due.pop(answer.load_id, None)
 
     def prefix(self, sequence: BlockHashes, token_ids: Sequence[int]) -> Prefix:
         prefix, num_skipped = plain_prefix(sequence, token_ids, self._block_size)
@@ -58,9 +82,11 @@ class DeviceTarget(Target):
         return self._waits_for_batch(step)
 
     def query(self, query_id: str, prefix: Prefix, begin: int) -> None:
+        self._due[query_id] = self._clock() + MATCH_TIMEOUT_S + LATE_S
         self._link.send(MatchTask(task_id=query_id, token_ids=prefix.token_ids, first_block_idx=begin))
 
     def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int], since: float) -> None:
+        self._due[load_id] = self._clock() + TRANSFER_TIMEOUT_S + LATE_S
         token_ids = prefix.token_ids[: (begin + len(slots)) * self._block_size]
         self._link.send(
             ReadStorageTask(

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..messages import Connect, Connected, LoadDone, QueryDone, StoreDone, UseNamespace
+from ..messages import Connect, Connected, Failing, LoadDone, QueryDone, StoreDone, UseNamespace
 
 __all__ = [
     "ANSWERS",
@@ -58,7 +58,7 @@ class ReadStorageTask(CacheTask):
 
 @dataclass(frozen=True, kw_only=True)
 class WriteStorageTask(CacheTask):
-    """Store the last blocks of the path, or say that this server has or has lost them.
+    """Store blocks of the path, or say that this server has or has lost its last ones.
 
     Every rank answers a store with a `WriteDone`; rank 0 answers a statement with a `FlushDone`.
     """
@@ -69,6 +69,8 @@ class WriteStorageTask(CacheTask):
     timeout: float = TRANSFER_TIMEOUT_S
     begun_at: float = math.inf
     """As in `ReadStorageTask`."""
+    is_continued: bool = False
+    """The blocks before are stored, and the store was asked how far it has the path."""
     flush_cache_exists: bool | None = None
     """None for a store. True: this server has the blocks from `start_write_block_idx` on; False: it lost them."""
 
@@ -78,7 +80,7 @@ class WriteDone(StoreDone):
     """`num_written` counts what was not stored before."""
 
     num_stored: int = 0
-    """Blocks of the task that are stored now, from the first one on."""
+    """Blocks of the path that are stored now, from the first one of the task on."""
 
 
 @dataclass(frozen=True)
@@ -89,5 +91,5 @@ class FlushDone(StoreDone):
 
 
 COMMANDS = (UseNamespace, Connect, MatchTask, ReadStorageTask, WriteStorageTask)
-ANSWERS = (Connected, QueryDone, LoadDone, WriteDone, FlushDone)
+ANSWERS = (Connected, QueryDone, Failing, LoadDone, WriteDone, FlushDone)
 """Messages of a link to agents of the attention store."""

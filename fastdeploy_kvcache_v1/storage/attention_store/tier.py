@@ -33,13 +33,18 @@ class AttentionStoreTier(StorageTier):
 
     @cached_property
     def _merging(self) -> Merging:
-        return Merging(self._link.num_ranks, self._clock)
+        return Merging(self._link.num_ranks)
 
     def answered(self, answer: Answer) -> None:
         """Ranks answer loads and stores: once all have, the tier does."""
         merged = self._merging.add(answer) if isinstance(answer, RankDone) else answer
         if merged is not None:
+            self._device.answered(merged)
             super().answered(merged)
+
+    def seconds_to_next_deadline(self) -> float | None:
+        left = (super().seconds_to_next_deadline(), self._device.seconds_left())
+        return min((seconds for seconds in left if seconds is not None), default=None)
 
     def _tell_namespace(self, namespace: Namespace) -> None:
         self._link.send(UseNamespace(namespace))
@@ -52,14 +57,16 @@ class AttentionStoreTier(StorageTier):
         self._num_wanted = -(-num_tokens // self._manager.config.block_size)
 
     def _make_target(self) -> Target:
-        return DeviceTarget(
+        self._device = DeviceTarget(
             self._manager,
             self._link,
             self.counters,
+            self._clock,
             self._are_slots_quiet,
             self._spare,
             self._waits_for_batch,
         )
+        return self._device
 
     def _make_stores(self) -> StoreSide:
         if self._settings.flush_only:

@@ -59,12 +59,10 @@ class Piece:
     after_step: int
     fetch: Fetch
     begun_at: float
-    sent_at: float | None = None
-    num_arrived: int = 0
-    quiet_at: float = 0.0
-    """No byte arrives any more from then on."""
     is_wanted: bool = True
     """Not once the cache was reset."""
+    is_failing: bool = False
+    """It has failed, and bytes may still arrive."""
 
     @property
     def end(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel, LoadSlots
 from ...contract.misses import MissReason, StoredPrefix
 from ...scheduler.cache_manager import CacheManager
-from ..messages import LoadDone, QueryDone, TouchDone
+from ..messages import Failing, LoadDone, QueryDone, TouchDone
 from ..settings import Prefetch, StorageSettings
 from .breaker import Breaker
 from .counters import StorageCounters
@@ -27,9 +27,6 @@ PIECES_UNDER_WAY = 2
 
 MOST_QUESTIONS = 64
 """That are not answered yet."""
-
-SILENCE_S = 3.0
-"""A store that is asked and says nothing for so long has failed once, and once more after as long again."""
 
 TOUCH_EVERY_S = 30.0
 TOUCHES_REMEMBERED = 1024
@@ -88,17 +85,12 @@ class Fetches:
         self._pieces: dict[str, Piece] = {}
         self._held: deque[Piece] = deque()
         """Pieces whose slots may still be in use, in order of `after_step`."""
-        self._quarantine: list[Piece] = []
-        """Pieces that failed, and whose bytes may still arrive."""
         self._queries: dict[str, Fetch] = {}
         self._loading: set[BlockHash] = set()
         """Blocks of all pieces: no other piece brings them."""
         self._numbers = itertools.count()
         self._answered_at, self._loaded_at = clock(), clock()
         """When the store last answered a question, and a load."""
-        self._blamed_at = 0.0
-        self._is_silent = False
-        """It was left alone because it says nothing."""
         self._touched: dict[BlockHash, float] = {}
         """When a prefix, by its last block, was last said to be in use."""
         self.unused = KnownBlocks()
@@ -132,7 +124,6 @@ class Fetches:
         hashes = prefix.hashes
         cached = waiting.num_cached = self._manager.count_cached(hashes)
         now = self._clock()
-        self._note_silence(now)
         if cached:
             self._touch(hashes[:cached], now)
         if self._is_short(len(hashes) - cached):
@@ -179,7 +170,7 @@ class Fetches:
 
     def query_done(self, answer: QueryDone) -> None:
         fetch = self._queries.pop(answer.query_id, None)
-        self._answered_at, self._is_silent = self._clock(), False
+        self._answered_at = self._clock()
         self._counters.query_seconds += answer.seconds
         if answer.error is not None:
             self._counters.query_failures += 1
@@ -241,15 +232,22 @@ class Fetches:
             fetch.reason = MissReason.NOT_WORTH_LOADING
             self._tell(fetch)
 
+    def load_failing(self, news: Failing) -> None:
+        """Nobody waits for the answer to this load."""
+        piece = self._pieces[news.load_id]
+        if piece.is_wanted and not piece.is_failing:
+            self._load_breaker.failed(news.error)
+        piece.is_failing = piece.fetch.is_declined = True
+        piece.fetch.end = piece.fetch.next
+
     def load_done(self, answer: LoadDone) -> None:
-        now, piece = self._clock(), self._pieces[answer.load_id]
-        piece.num_arrived, piece.quiet_at = answer.num_arrived, now + answer.quiet_after_s
+        piece = self._pieces[answer.load_id]
         self._loading.difference_update(piece.hashes)
         self._counters.load.add(answer, answer.num_arrived)
         self._counters.damaged_blocks += answer.is_damaged
-        if piece.is_wanted:
+        if piece.is_wanted and not piece.is_failing:
             self._load_breaker.answered(answer.error)
-            self._loaded_at, self._is_silent = now, False
+            self._loaded_at = self._clock()
             if answer.num_arrived == len(piece.slots):
                 self.costs.loaded(len(piece.slots), answer.seconds)
         fetch = piece.fetch
@@ -257,13 +255,7 @@ class Fetches:
         if answer.is_damaged:
             fetch.reason = MissReason.STORE_DAMAGED
             self._tell(fetch)
-        if piece.quiet_at > now:
-            self._manager.cancel_load(piece.load_id)
-            piece.sent_at = None
-            self._quarantine.append(piece)
-            fetch.end = fetch.next
-        else:
-            self._complete(piece)
+        self._complete(piece, answer.num_arrived)
         if self._fetches.get(fetch.request_id) is fetch and fetch.end is not None:
             self._weigh(fetch, self._first_to_come(fetch), fetch.end)
 
@@ -271,9 +263,8 @@ class Fetches:
         """The first block that has not arrived."""
         return min((piece.begin for piece in self._pieces.values() if piece.fetch is fetch), default=fetch.next)
 
-    def _complete(self, piece: Piece) -> None:
+    def _complete(self, piece: Piece, num_arrived: int) -> None:
         del self._pieces[piece.load_id]
-        num_arrived = piece.num_arrived
         num_cached = self._manager.complete_load(piece.load_id, num_arrived)
         if not piece.is_wanted:
             return
@@ -287,13 +278,8 @@ class Fetches:
 
     def go_on(self) -> None:
         """Begin what can begin now: call it once per step, and after answers and reports."""
-        if not self._fetches and not self._held and not self._quarantine:
+        if not self._fetches and not self._held:
             return
-        now = self._clock()
-        self._note_silence(now)
-        for piece in [piece for piece in self._quarantine if piece.quiet_at <= now]:
-            self._quarantine.remove(piece)
-            self._complete(piece)
         if self._held and self._target.room() < 0:
             self._give_back()
         while self._held and self._may_fill(self._held[0]):
@@ -328,12 +314,10 @@ class Fetches:
         return not self._pieces
 
     def seconds_to_next_deadline(self) -> float | None:
-        """When `may_start` changes for a request, or slots leave quarantine, although nothing else happens: not above 0
-        if that is past, None for never.
+        """When `may_start` changes for a request although nothing else happens: not above 0 if that is past, None for
+        never.
         """
-        now = self._clock()
         left = [self._seconds_left(fetch) for fetch in self._fetches.values() if not fetch.is_over]
-        left += [piece.quiet_at - now for piece in self._quarantine]
         return min((seconds for seconds in left if seconds > 0), default=min(left, default=None))
 
     def lent_since(self) -> float | None:
@@ -417,26 +401,11 @@ class Fetches:
         return self._target.may_fill(piece.after_step, piece.begun_at)
 
     def _send(self, piece: Piece) -> None:
-        piece.sent_at = self._clock()
         self._target.load(piece.load_id, piece.fetch.prefix, piece.begin, piece.slots, piece.begun_at)
 
     def _is_present(self, fetch: Fetch, end: int) -> bool:
         """All blocks before `end` are: another request has brought or computed some of them."""
         return self._target.count_present(fetch.prefix.hashes) >= end
-
-    def _note_silence(self, now: float) -> None:
-        """No answer is a failure, too, whoever waits for it."""
-        asked = next((fetch.asked_at for fetch in self._queries.values()), None)
-        sent = next((piece.sent_at for piece in self._pieces.values() if piece.sent_at is not None), None)
-        for breaker, since, heard_at in (
-            (self._query_breaker, asked, self._answered_at),
-            (self._load_breaker, sent, self._loaded_at),
-        ):
-            silence_s = 0.0 if since is None else now - max(since, heard_at)
-            if silence_s >= SILENCE_S and now - self._blamed_at >= SILENCE_S:
-                self._blamed_at = now
-                breaker.failed(f"no answer from the store for {silence_s:.1f} s")
-                self._is_silent = breaker.is_open
 
     def _touch(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Blocks that are hit in the tiers above are not asked for, and would be taken for unused."""
@@ -462,7 +431,9 @@ class Fetches:
     def _seconds_left(self, fetch: Fetch) -> float:
         """How long the request goes on waiting if nothing arrives."""
         now, settings = self._clock(), self._settings
-        if fetch.is_over or fetch.is_declined or self._is_silent or settings.prefetch is Prefetch.BEST_EFFORT:
+        if fetch.is_over or fetch.is_declined or not self._target.is_serving:
+            return 0.0
+        if settings.prefetch is Prefetch.BEST_EFFORT:
             return 0.0
         if settings.prefetch is Prefetch.WAIT_COMPLETE:
             return max(fetch.asked_at, self._answered_at, self._loaded_at) + settings.stall_s - now

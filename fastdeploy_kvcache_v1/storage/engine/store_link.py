@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ...contract.messages import BlockHash
-from ..messages import Connected, LoadDone, QueryDone, RankDone, StoreDone, TouchDone
+from ..messages import Connected, Failing, LoadDone, QueryDone, RankDone, StoreDone, TouchDone
 from ..namespace import Namespace
 
 __all__ = ["Answer", "CommandLink", "StoreLink"]
 
-Answer = QueryDone | LoadDone | StoreDone | TouchDone | RankDone | Connected
+Answer = QueryDone | LoadDone | StoreDone | TouchDone | RankDone | Failing | Connected
 """A store may answer with a subclass that says more."""
 
 

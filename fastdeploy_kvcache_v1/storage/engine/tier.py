@@ -11,7 +11,7 @@ from typing import Any
 from ...contract.messages import BlockHash, BlockHashes, CacheLevel, SwapStep, WorkerReport
 from ...scheduler.cache_manager import CacheManager
 from ...telemetry.metrics import gauge_of, histogram, part, source
-from ..messages import LoadDone, QueryDone, StoreDone, TouchDone
+from ..messages import Failing, LoadDone, QueryDone, StoreDone, TouchDone
 from ..namespace import Namespace
 from ..settings import StorageSettings
 from .counters import StorageCounters
@@ -199,7 +199,9 @@ class StorageTier:
 
     def answered(self, answer: Answer) -> None:
         """What the link delivers, in order."""
-        if isinstance(answer, TouchDone):
+        if isinstance(answer, Failing):
+            self._fetches.load_failing(answer)
+        elif isinstance(answer, TouchDone):
             self._stores.in_use(self._fetches.touch_done(answer), answer.num_stored)
         else:
             self._heard(answer)

@@ -14,13 +14,13 @@ from fastdeploy_kvcache_v1.contract.messages import (
     SwapStep,
     WorkerReport,
 )
-from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask
+from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, WriteDone, WriteStorageTask
 from fastdeploy_kvcache_v1.storage.engine import stores
-from fastdeploy_kvcache_v1.storage.engine.fetches import LOOK_EVERY_S, SILENCE_S, TOUCH_EVERY_S
+from fastdeploy_kvcache_v1.storage.engine.fetches import LOOK_EVERY_S, TOUCH_EVERY_S
 from fastdeploy_kvcache_v1.storage.engine.open_passes import OpenPasses
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
-from fastdeploy_kvcache_v1.storage.messages import QueryDone, TouchDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.messages import Failing, RankDone, TouchDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.settings import Prefetch
 from tests.storage.engines import Engine, Prompt
 
@@ -248,26 +248,33 @@ def test_a_load_waits_for_copies_that_use_its_slots():
     assert made.tier.counters.skipped_store_blocks == 3
 
 
-def test_a_load_that_failed_keeps_its_slots_until_the_last_rank_is_quiet():
+def test_nobody_waits_for_a_failing_load_whose_slots_stay():
     made = device()
-    made.arrive("r", "abc!", 3)
+    made.arrive("r", LONG[:8], 7)
     (load,) = made.loads
-    made.loaded(load, 0, error="reset", quiet_after_s=30.0)
-    made.now = 10.0
-    made.loaded(load, 3, rank=1)
+    assert not made.tier.may_start("r")
+    for _ in range(made.ranks):
+        made.tier.answered(Failing(load.id, "reset"))
     assert made.tier.may_start("r")
-    assert made.manager.stats().quarantined_blocks == 3
-    assert made.tier.seconds_to_next_deadline() == 20.0
-    for made.now in (14.0, 18.0, 22.0, 29.9):
-        made.tier.go_on()
-    assert not made.tier.is_left_alone, "who has answered is not silent"
-    assert made.manager.stats().quarantined_blocks == 3
-    made.now = 30.0
-    for _ in range(2):
-        made.tier.go_on()
-    assert made.cached("abc") == 0
-    assert made.tier.seconds_to_next_deadline() is None
+    made.tier.request_left("r")
+    made.loaded(load, 0, error="reset")
+    assert not made.tier.is_idle
+    assert made.manager.stats().device_loading_blocks == 7
+    made.loaded(load, 7, rank=1)
+    assert made.cached(LONG[:8]) == 0
     made.check_idle()
+
+
+def test_a_load_that_fails_on_two_ranks_has_failed_once():
+    made = device()
+    for number in range(3):
+        assert not made.tier.is_left_alone
+        made.arrive(f"{number}", f"{number}bc!", 3)
+        load = made.loads[-1]
+        for _ in range(made.ranks):
+            made.tier.answered(Failing(load.id, "reset"))
+        made.loaded(load, 0, 0, error="reset")
+    assert made.tier.is_left_alone
 
 
 def test_running_requests_keep_an_eighth_of_the_device_tier_to_grow_into():
@@ -714,6 +721,28 @@ def test_pieces_of_a_path_go_in_turn_by_an_eighth_of_the_device_tier():
     made.check_idle()
 
 
+def test_a_store_gets_at_most_four_times_the_tokens_of_a_long_prompt():
+    made, num_blocks = device(device=16_384), 2000
+    made.report(made.compute("".join(map(chr, range(num_blocks + 1)))))
+    while not made.tier.is_idle:
+        made.stored(made.stores[-1])
+    tasks = made.link.all(WriteStorageTask)
+    assert [len(task.gpu_block_ids) for task in tasks] == [32, 64, 128, 256, 512, 1008]
+    assert [task.timeout for task in tasks] == [30.0, 30.0, 30.0, 60.0, 120.0, 236.25]
+    assert [task.is_continued for task in tasks] == [False, True, True, True, True, True]
+    asked, written = num_blocks, sum(task.start_write_block_idx + len(task.gpu_block_ids) for task in tasks)
+    assert asked + written <= 4 * num_blocks
+    assert sum(len(task.token_ids) for task in tasks) <= 4 * num_blocks
+
+
+def test_what_the_store_has_beyond_a_piece_is_not_stored_again():
+    made = device(device=512)
+    made.report(made.compute("".join(map(chr, range(201)))))
+    made.tier.answered(RankDone(0, WriteDone(made.stores[0].id, 0, num_stored=100)))
+    made.tier.answered(RankDone(1, WriteDone(made.stores[0].id, 0, num_stored=90)))
+    assert made.link.all(WriteStorageTask)[-1].start_write_block_idx == 90
+
+
 def test_what_one_rank_could_not_store_is_not_gone_on_with():
     made = device(device=64)
     made.report(made.compute(LONG[:41]))
@@ -733,20 +762,6 @@ def test_blocks_that_left_the_store_are_stored_again_at_the_next_chance():
         assert made.stores[-1].path == LONG[:length]
         made.stored(made.stores[-1], count, count)
     assert made.stores[-1].path == LONG[:12]
-
-
-def test_slots_of_a_failed_write_are_kept_until_it_reads_no_more():
-    made = device(device=64)
-    made.report(made.compute(LONG[:5]))
-    made.stored(made.stores[0], 0, 0, error="reset", quiet_after_s=5.0)
-    assert not made.tier.is_idle
-    assert made.tier.holds_device_blocks
-    assert made.tier.seconds_to_next_deadline() == 5.0
-    assert made.manager.num_available_device_blocks == 60
-    made.now = 5.0
-    made.tier.go_on()
-    assert not made.tier.holds_device_blocks
-    made.check_idle()
 
 
 def test_a_store_that_keeps_device_slots_for_a_minute_is_not_counted_on():
@@ -951,20 +966,21 @@ def test_three_questions_that_fail_end_the_questions(engine):
     assert not made.tier.is_left_alone
 
 
-@pytest.mark.parametrize("notice", ["a turn", "an arrival"])
-@pytest.mark.parametrize("what", ["load", "question"])
-def test_a_load_or_a_question_that_is_never_answered_opens_the_breaker(engine, caplog, what, notice):
-    made = engine(ranks=1, host=256)
+@pytest.mark.parametrize(("what", "limit_s"), [("question", 15.0), ("load", 35.0)])
+def test_an_sdk_that_keeps_to_no_time_is_left_alone_until_it_answers(what, limit_s):
+    made = device(ranks=1, prefetch="wait_complete", stall_s=100.0)
     made.arrive("r", "abc!", 3 if what == "load" else None)
-    for times in (1, 2, 3):
-        assert not made.tier.is_left_alone
-        made.now = times * SILENCE_S
-        made.tier.go_on() if notice == "a turn" else made.arrive(f"{times}", "!")
+    assert made.tier.seconds_to_next_deadline() == limit_s
+    made.now = limit_s - 0.1
+    assert not made.tier.is_left_alone
+    assert not made.tier.may_start("r")
+    made.now = limit_s
     assert made.tier.is_left_alone
     assert made.tier.may_start("r"), "nobody waits for a silent store"
-    assert caplog.messages == ["the store is not used for 1 s: no answer from the store for 9.0 s"]
+    made.arrive("s", "xyz!")
+    assert len(made.link.queries) == 1
     if what == "question":
-        made.tier.answered(QueryDone("query-0", 3))
+        made.answer(3)
     else:
         made.loaded(made.loads[0])
     assert not made.tier.is_left_alone, "it was slow, and has succeeded"

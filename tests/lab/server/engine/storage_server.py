@@ -144,7 +144,7 @@ class StorageServer:
                 break
         assert self.core.check()["idle"]
         self.manager.check_idle()
-        assert self.manager.stats().quarantined_blocks == 0
+        assert self.manager.stats().device_loading_blocks == 0
 
 
 class HostTierServer(StorageServer):
