@@ -63,8 +63,9 @@ class Program(NamedTuple):
 
     @property
     def measures(self) -> list[str]:
-        """Paths from the top of the repository, its own file included."""
-        return [str(self.file.relative_to(ROOT)), *(f"{PACKAGE}/{each}" for each in self.code)]
+        """Paths from the top of the repository, its own file and folder included."""
+        own = [each for each in (self.file, self.file.with_suffix("")) if each.exists()]
+        return [*(str(each.relative_to(ROOT)) for each in own), *(f"{PACKAGE}/{each}" for each in self.code)]
 
     def about(self) -> str:
         return summary(self.file)
@@ -81,6 +82,10 @@ PROGRAMS = {
     program.name: program
     for program in (
         Program("control_plane", "Time per request", 3, ALONE, (*SCHEDULER, "lab/replay"), TRACE),
+        Program(
+            "peers", "Beside other engines", 60, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
+            f"{TRACE} [--only NAME...]", "other engines' wheels",
+        ),
         Program(
             "policies", "Policies: shares of tokens that hit", 25, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
             TRACE,

@@ -131,6 +131,39 @@ def eviction_time(result: Result) -> Iterator[Row]:
         yield ratio(what, costs["ratio"], at_most(1.3), more, case["device"])
 
 
+OVER_PEER = {"calls": "mean_us", "their CPU": "cpu_us", "CPU of both": "total_cpu_us"}
+
+
+def peers(result: Result) -> Iterator[Table]:
+    """A table per case, a row per contender, in us: median / mean / p99 of wall time, and CPU time."""
+    for name, contenders in result["cases"].items():
+        yield Table(name, [_peer(each, row) for each, row in contenders.items()])
+    yield Table("Memory per cached block", [
+        Row(name, row.get("why") or f"{row['bytes_per_block']:,.0f} bytes, {row['cached_blocks']:,} blocks")
+        for name, row in result["memory"].items()
+    ])  # fmt: skip
+    yield Table("What the times contain", [
+        Row("calls", "match, allocate, commit of the computed prompt, free; a step's copies are planned, not made"),
+        Row("hash", "block hashes of the prompt, where the engine makes them before its manager is asked"),
+        Row("both", "the fair sum: other engines hash or compare tokens inside their calls"),
+        Row("left out", "requests' objects, lists of tokens, decoding, and the check of what was matched"),
+        Row("warm-up", f"{result['warm_up']:,} requests are played and not counted"),
+        Row("blocks", f"{result['block_size']} tokens in every contender"),
+    ])  # fmt: skip
+
+
+def _peer(name: str, row: Result) -> Row:
+    if why := row.get("why"):
+        return Row(name, why)
+    times = " / ".join(f"{row[key]:,.0f}" for key in ("median_us", "mean_us", "p99_us"))
+    cpu = f"CPU {row['cpu_us']:,.0f} + hash {row['hash_cpu_us']:,.0f} us"
+    value = f"calls {times} us, {cpu}, hits {row['hit_share']:.1%}"
+    if over := row.get("ours_over_it"):
+        ratios = ", ".join(f"{what} {x(over[key])}" for what, key in OVER_PEER.items())
+        value += f"; `adaptive` over it: {ratios}"
+    return Row(name, f"{value}; **matched what was not computed**: {row['lie']}" if row["lie"] else value)
+
+
 def policies(result: Result) -> Iterator[Table]:
     """Shares of tokens that hit, and blocks copied to the host."""
     for title, cases in result["tables"].items():
@@ -386,8 +419,8 @@ def load_or_compute_stored(result: Result) -> Iterator[Row]:
 ROWS: dict[str, Callable[[Result], Iterator[Row] | Iterator[Table]]] = {
     each.__name__: each
     for each in (
-        control_plane, policies, hits, eviction_time, growth, hashing, import_time, overlay_scheduler, worker_steps,
-        copy_ops, first_touch, server, cpu_model, storage, storage_large, stored_hits, storage_server,
+        control_plane, peers, policies, hits, eviction_time, growth, hashing, import_time, overlay_scheduler,
+        worker_steps, copy_ops, first_touch, server, cpu_model, storage, storage_large, stored_hits, storage_server,
         load_or_compute_stored, storage_mooncake, transfer, transfer_overlap, roles,
     )
 }  # fmt: skip

@@ -1,0 +1,119 @@
+"""One contender in a process of its own: plays ranges of requests when the driver asks, and answers with times.
+
+    player.py ADAPTER KIND PROMPTS DEVICE HOST BLOCK_SIZE WINDOW
+
+An order is a line `FIRST LAST` on standard input, an answer a line of JSON on the first standard output. What an
+engine prints goes to standard error. `memory` in place of an order answers with bytes per cached block, and ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import sys
+from collections import deque
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+from contender import Contender
+from prompts import Prompts
+from shadow import Lie, ShadowPlane
+
+ADAPTERS = {
+    "ours": "Ours", "vllm_manager": "VLLM", "sglang_tree": "SGLang", "sglang_core": "SGLangCore",
+    "fastdeploy_own": "FastDeploy", "fastdeploy_develop": "Develop", "liar": "Liar",
+}  # fmt: skip
+
+
+class Player:
+    """Keeps `window` requests open. `lie` is the first one that the shadow plane caught."""
+
+    def __init__(self, contender: Contender, prompts: Prompts, block_size: int, window: int) -> None:
+        self.contender, self.prompts = contender, prompts
+        self.block_size, self.window = block_size, window
+        self.plane = ShadowPlane()
+        self.open: deque[tuple[Any, list[int]]] = deque()
+        self.lie = ""
+
+    def play(self, number: int) -> tuple[float, float, float, float, int, int]:
+        """Returns seconds and CPU seconds in the manager's calls, both for the hashes, tokens that hit, and tokens."""
+        contender, names = self.contender, self.prompts.names(number)
+        tokens: list[int] = self.prompts.tokens(number, self.block_size).tolist()
+        request = contender.arrive(number, tokens)
+        keyed = timed(contender.key, request)
+        finished = (0.0, 0.0)
+        if len(self.open) == self.window:
+            ended, table = self.open.popleft()
+            finished = timed(contender.finish, ended)
+            self.plane.finish(table)
+        started = timed(contender.start, request)
+        table, matched = contender.table(request)
+        self._check(names, table, matched)
+        committed = timed(contender.commit, request)
+        self.plane.commit(names, table)
+        self.open.append((request, table))
+        seconds, cpu = map(sum, zip(finished, started, committed, strict=True))
+        return seconds, cpu, *keyed, min(matched * self.block_size, len(tokens)), len(tokens)
+
+    def _check(self, names: Any, table: list[int], matched: int) -> None:
+        try:
+            self.plane.start(names, table, matched)
+        except Lie as lie:
+            self.lie = self.lie or str(lie)
+
+
+def timed(verb: Any, request: Any) -> tuple[float, float]:
+    cpu, begin = process_time(), perf_counter()
+    verb(request)
+    end = perf_counter()
+    return end - begin, process_time() - cpu
+
+
+def memory(player: Player) -> dict[str, float]:
+    """Bytes of this process, native ones included, that a cached block costs once the cache has all prompts."""
+    for _ in range(2):  # the second time, the heap has room for the prompts
+        for number in range(len(player.prompts)):
+            player.contender.arrive(number, player.prompts.tokens(number, player.block_size).tolist())
+        before = private_bytes()
+    for number in range(len(player.prompts)):
+        player.play(number)
+    while player.open:
+        player.contender.finish(player.open.popleft()[0])
+    blocks = player.contender.cached_blocks()
+    player.plane = ShadowPlane()
+    return {"cached_blocks": blocks, "bytes_per_block": (private_bytes() - before) / max(1, blocks)}
+
+
+def private_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty", "Private_Clean")))
+
+
+def main() -> None:
+    adapter, kind, path, *numbers = sys.argv[1:]
+    device, host, block_size, window = map(int, numbers)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    make = getattr(importlib.import_module(adapter), ADAPTERS[adapter])
+    contender = make(device, host, block_size, kind)
+    player = Player(contender, Prompts(Path(path)), block_size, window)
+    gc.collect()
+    gc.freeze()  # so that no collection walks the engine's modules
+    print(json.dumps({"version": contender.version}), file=answers)
+    for line in sys.stdin:
+        if line.strip() == "memory":
+            print(json.dumps(memory(player)), file=answers)
+            return
+        first, last = map(int, line.split())
+        played = [player.play(number) for number in range(first, last)]
+        print(json.dumps({"played": played, "lie": player.lie}), file=answers)
+
+
+if __name__ == "__main__":
+    main()
