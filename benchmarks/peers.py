@@ -30,15 +30,15 @@ WARM_UP = 5
 """Turns that are not counted."""
 
 ENTRIES = (
-    Entry("ours, adaptive", "dev", "ours", "adaptive", str(ROOT)),
-    Entry("ours, lru", "dev", "ours", "lru", str(ROOT)),
+    Entry("ours, adaptive", "dev", "ours", "adaptive"),
+    Entry("ours, lru", "dev", "ours", "lru"),
     Entry("vLLM", "vllm", "vllm_manager", "sha256"),
     Entry("SGLang, Rust core", "sglang", "sglang_tree", "unified rust"),
     Entry("SGLang, Python core", "sglang", "sglang_tree", "unified python"),
     Entry("SGLang, Rust core alone", "sglang", "sglang_core", "unified rust"),
-    Entry("FastDeploy 2.5", "fastdeploy", "fastdeploy_own", "2.5", "FASTDEPLOY_25"),
-    Entry("FastDeploy 2.6", "fastdeploy", "fastdeploy_own", "2.6", "FASTDEPLOY_26"),
-    Entry("FastDeploy develop, v1", "fastdeploy", "fastdeploy_develop", "v1", "FASTDEPLOY_DEVELOP"),
+    Entry("FastDeploy 2.5", "fastdeploy", "fastdeploy_managers", "2.5", "FASTDEPLOY_25"),
+    Entry("FastDeploy 2.6", "fastdeploy", "fastdeploy_managers", "2.6", "FASTDEPLOY_26"),
+    Entry("FastDeploy develop, v1", "fastdeploy", "fastdeploy_managers", "develop", "FASTDEPLOY_DEVELOP"),
 )
 OURS = ENTRIES[0].name
 COMPARED = ("median_us", "mean_us", "cpu_us", "total_cpu_us")
@@ -48,19 +48,27 @@ ROOM_GIB, MINUTES = 14, 40
 def main() -> None:
     def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders whose names begin so")
+        parser.add_argument(
+            "--requests", type=int, default=sized(None, 100), metavar="N", help="of each trace, the first N"
+        )
 
     run = begin(trace=True, variables=("FASTDEPLOY_25", "FASTDEPLOY_26", "FASTDEPLOY_DEVELOP"), configure=configure)
     only = tuple(run.options.only or ("",))
     entries = [entry for entry in ENTRIES if entry.name.startswith(only)]
     say_needs(entries)
+    processes = {entry.name: Process(entry) for entry in entries}
+    sizes = memory(processes, run.options.trace)
     cases = {}
-    for name, case in make_cases(run.options.trace):
+    for name, case in make_cases(run.options.trace, run.options.requests):
         print(name, file=sys.stderr)
-        cases[name] = measured(play(entries, case, BLOCK_SIZE, TURN))
+        play(processes, case, BLOCK_SIZE, TURN)
+        cases[name] = measured(processes)
+    for process in processes.values():
+        process.close()
     run.save(
         {
             "trace": trace_name(run.options.trace), "block_size": BLOCK_SIZE, "turn": TURN, "warm_up": WARM_UP * TURN,
-            "cases": cases, "memory": memory(entries, run.options.trace),
+            "cases": cases, "memory": sizes,
         }
     )  # fmt: skip
 
@@ -79,8 +87,7 @@ def say_needs(entries: Iterable[Entry]) -> None:
             sys.exit(f"error: {free:.0f} GiB are free, expected {ROOM_GIB}: make room, or add --only ours")
 
 
-def make_cases(trace: Path) -> Iterable[tuple[str, Case]]:
-    requests = sized(None, 100)
+def make_cases(trace: Path, requests: int | None) -> Iterable[tuple[str, Case]]:
     conversations = prompts_of("trace", trace, requests)
     agents = prompts_of("agents", generated_trace("agents", sized(4_000, 100)), requests)
     turns = sized(2_000, 100)
@@ -126,14 +133,11 @@ def row(process: Process) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def memory(entries: Iterable[Entry], trace: Path) -> dict[str, dict[str, float]]:
+def memory(processes: dict[str, Process], trace: Path) -> dict[str, dict[str, Any]]:
+    """Measured first, in processes that have played nothing."""
     path, _ = prompts_of("memory", trace, sized(1_000, 60))
-    rows = {}
-    for entry in entries:
-        process = Process(entry, Case(path, 0, sized(100_000, 10_000)), BLOCK_SIZE)
-        rows[entry.name] = process.memory() or {"why": process.why}
-        process.close()
-    return rows
+    play(processes, Case(path, 0, sized(100_000, 10_000)), BLOCK_SIZE, TURN)
+    return {name: process.memory() or {"why": process.why} for name, process in processes.items()}
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
-from environments import Missing, python_of
+from environments import ROOT, Missing, python_of
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -24,8 +23,8 @@ class Entry(NamedTuple):
     environment: str
     adapter: str
     kind: str
-    path: str = ""
-    """Folder of the engine's source, or the variable that names it, where no wheel is installed."""
+    checkout: str = ""
+    """The variable that names the engine's source, where no wheel is installed."""
 
 
 class Case(NamedTuple):
@@ -36,76 +35,81 @@ class Case(NamedTuple):
     window: int = 1
 
 
-class Gone(Exception):
-    """A contender that cannot be started, or that ended before its time."""
-
-
 class Process:
-    """A contender's process. `why` says why it is gone, and is empty while it lives."""
+    """A contender's process, which plays one case after the other. One that died is started again for the next case.
 
-    def __init__(self, entry: Entry, case: Case, block_size: int) -> None:
+    `why` says why there is no result of the present case, `lie` what the shadow plane caught in it.
+    """
+
+    def __init__(self, entry: Entry) -> None:
         self.entry, self.why, self.lie, self.version = entry, "", "", ""
         self.played: list[list[float]] = []
-        self._errors = TemporaryFile()  # noqa: SIM115 (closed with this object)
-        numbers = map(str, (case.device, case.host, block_size, case.window))
+        self._process: subprocess.Popen[str] | None = None
         try:
-            source = source_of(entry)
-            command = [str(python_of(entry.environment)), "-W", "ignore", str(FOLDER / "player.py")]
-            self._process = subprocess.Popen(
-                [*command, entry.adapter, entry.kind, str(case.prompts), *numbers],
-                env={**os.environ, "PYTHONPATH": source}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=self._errors, text=True,
-            )  # fmt: skip
-            self.version = self._answer()["version"]
+            self._command = [str(python_of(entry.environment)), "-W", "ignore", str(FOLDER / "player.py")]
+            self._source = source_of(entry)
+            self._start()
         except Missing as missing:
-            self.why = f"not here: {missing}"
-        except Gone as gone:
-            self.why = f"not here: {gone}"
+            self._command, self.why = [], f"not here: {missing}"
+
+    def make(self, case: Case, block_size: int) -> None:
+        """Make the contender's manager for `case`."""
+        self.played, self.lie = [], ""
+        if not self._command:
+            return
+        if self._process is None:
+            self._start()
+        given = {"make": {**case._asdict(), "prompts": str(case.prompts), "block_size": block_size}}
+        self.version = (self._ask(given, "not here") or {"version": ""})["version"]
 
     def play(self, first: int, last: int) -> None:
-        """Play requests `[first, last)`; a process that dies has a reason afterwards, and plays no more."""
-        if self.why:
-            return
-        try:
-            answer = self._ask(f"{first} {last}")
+        """Play requests `[first, last)`. One that dies in it has a reason afterwards, and plays no more of the case."""
+        if self._process is not None and (answer := self._ask({"play": [first, last]}, "died")):
             self.played += answer["played"]
             self.lie = self.lie or answer["lie"]
-        except Gone as gone:
-            self.why = f"died after {len(self.played)} requests: {gone}"
 
     def memory(self) -> dict[str, float]:
-        try:
-            return {} if self.why else self._ask("memory")
-        except Gone as gone:
-            self.why = f"died: {gone}"
-            return {}
+        """`cached_blocks` and `bytes_per_block` after all prompts; to be asked in the first case."""
+        return (self._process is not None and self._ask({"memory": None}, "died")) or {}
 
     def close(self) -> None:
-        if hasattr(self, "_process"):
-            self._process.communicate()
+        if (process := self._process) is not None:
+            self._process = None
+            with suppress(BrokenPipeError):  # an order that was never read
+                process.communicate()
+            self._errors.close()
 
-    def _ask(self, line: str) -> Any:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `_answer` finds the reason
-            print(line, file=self._process.stdin, flush=True)
-        return self._answer()
+    def _start(self) -> None:
+        self.why = ""
+        self._errors = TemporaryFile()  # noqa: SIM115 (`close` closes it)
+        self._process = subprocess.Popen(
+            [*self._command, self.entry.adapter, self.entry.kind], env={**os.environ, "PYTHONPATH": self._source},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
 
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
+    def _ask(self, order: dict[str, Any], what: str) -> Any:
+        """The answer, or None and a reason that begins with `what`."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: PT018
+        with suppress(BrokenPipeError):  # the missing answer says it
+            print(json.dumps(order), file=process.stdin, flush=True)
+        if line := process.stdout.readline():
             return json.loads(line)
-        code = self._process.wait()
+        code = process.wait()
         self._errors.seek(0)
         last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        raise Gone(last[0][:200] if last else f"exit code {code}")
+        self.why = f"{what}: {last[0][:160] if last else f'exit code {code}'}"
+        self.close()
+        return None
 
 
 def source_of(entry: Entry) -> str:
-    if entry.path.isupper():
-        if not os.environ.get(entry.path):
-            raise Missing(f"{entry.path} names no checkout")
-        return os.environ[entry.path]
-    return entry.path
+    """What stands in PYTHONPATH: the checkout that a variable names, and this one."""
+    checkout = os.environ.get(entry.checkout, "")
+    if entry.checkout and not (Path(checkout) / "fastdeploy").is_dir():
+        raise Missing(f"{entry.checkout} names no checkout of FastDeploy")
+    here = [str(ROOT)] if entry.environment in ("dev", "fastdeploy") else []
+    return os.pathsep.join([*filter(None, [checkout]), *here])
 
 
 def turns(names: Sequence[str], requests: int, block: int) -> Iterator[tuple[str, int, int]]:
@@ -116,14 +120,9 @@ def turns(names: Sequence[str], requests: int, block: int) -> Iterator[tuple[str
             yield name, first, min(first + block, requests)
 
 
-def play(entries: Sequence[Entry], case: Case, block_size: int, block: int) -> dict[str, Process]:
-    """All contenders play `case` in turns, one process each."""
-    processes = {}
-    for entry in entries:
-        print(f"    {entry.name}", file=sys.stderr)
-        processes[entry.name] = Process(entry, case, block_size)
+def play(processes: dict[str, Process], case: Case, block_size: int, block: int) -> None:
+    """All contenders play `case` in turns."""
+    for process in processes.values():
+        process.make(case, block_size)
     for name, first, last in turns(list(processes), case.requests, block):
         processes[name].play(first, last)
-    for process in processes.values():
-        process.close()
-    return processes

@@ -56,3 +56,6 @@ class Ours(Contender):
     def cached_blocks(self) -> int:
         stats = self.manager.stats()
         return stats.device_cached_blocks + stats.host_cached_blocks
+
+
+CONTENDER = Ours

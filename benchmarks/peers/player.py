@@ -1,9 +1,11 @@
 """One contender in a process of its own: plays ranges of requests when the driver asks, and answers with times.
 
-    player.py ADAPTER KIND PROMPTS DEVICE HOST BLOCK_SIZE WINDOW
+    player.py ADAPTER KIND
 
-An order is a line `FIRST LAST` on standard input, an answer a line of JSON on the first standard output. What an
-engine prints goes to standard error. `memory` in place of an order answers with bytes per cached block, and ends.
+ADAPTER is a module whose `CONTENDER` is a `contender.Contender`.
+
+Orders come as lines of JSON on standard input, and each is answered by a line on the first standard output: `make` a
+manager for a case, `play` requests, measure `memory`. What an engine prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,11 +24,6 @@ from typing import Any
 from contender import Contender
 from prompts import Prompts
 from shadow import Lie, ShadowPlane
-
-ADAPTERS = {
-    "ours": "Ours", "vllm_manager": "VLLM", "sglang_tree": "SGLang", "sglang_core": "SGLangCore",
-    "fastdeploy_own": "FastDeploy", "fastdeploy_develop": "Develop", "liar": "Liar",
-}  # fmt: skip
 
 
 class Player:
@@ -96,23 +93,26 @@ def private_bytes() -> int:
 
 
 def main() -> None:
-    adapter, kind, path, *numbers = sys.argv[1:]
-    device, host, block_size, window = map(int, numbers)
+    adapter, kind = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    make = getattr(importlib.import_module(adapter), ADAPTERS[adapter])
-    contender = make(device, host, block_size, kind)
-    player = Player(contender, Prompts(Path(path)), block_size, window)
-    gc.collect()
-    gc.freeze()  # so that no collection walks the engine's modules
-    print(json.dumps({"version": contender.version}), file=answers)
+    make = importlib.import_module(adapter).CONTENDER
+    player = None
     for line in sys.stdin:
-        if line.strip() == "memory":
-            print(json.dumps(memory(player)), file=answers)
-            return
-        first, last = map(int, line.split())
-        played = [player.play(number) for number in range(first, last)]
-        print(json.dumps({"played": played, "lie": player.lie}), file=answers)
+        ((order, given),) = json.loads(line).items()
+        if order == "make":
+            player = None  # before the next one is made
+            size = given["block_size"]
+            contender = make(given["device"], given["host"], size, kind)
+            player = Player(contender, Prompts(Path(given["prompts"])), size, given["window"])
+            gc.collect()
+            gc.freeze()  # so that no collection walks the engine's modules
+            answer: Any = {"version": contender.version}
+        elif order == "play":
+            answer = {"played": [player.play(number) for number in range(*given)], "lie": player.lie}
+        else:
+            answer = memory(player)
+        print(json.dumps(answer), file=answers)
 
 
 if __name__ == "__main__":

@@ -53,3 +53,6 @@ class SGLangCore(SGLang):
 
     def table(self, request: Request) -> tuple[list[int], int]:
         return (request.slots[:: self.block_size] // self.block_size).tolist(), request.matched // self.block_size
+
+
+CONTENDER = SGLangCore

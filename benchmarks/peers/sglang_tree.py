@@ -104,3 +104,6 @@ class SGLang(Contender):
 
     def cached_blocks(self) -> int:
         return int(self.tree.evictable_size()) // self.block_size
+
+
+CONTENDER = SGLang

@@ -64,3 +64,6 @@ class VLLM(Contender):
 
     def cached_blocks(self) -> int:
         return len(self.manager.block_pool.cached_block_hash_to_block)
+
+
+CONTENDER = VLLM

@@ -238,6 +238,8 @@ MOONCAKE = {"storage_mooncake", "transfer"}
 def arguments(name, tmp_path):
     if name == "against":
         return [str(ROOT)]
+    if name == "peers":
+        return ["--only", "ours"]
     if name == "cpu_model":
         return [str(write_model(tmp_path / "model", random_tensors(BASE), BASE))]
     return [str(tmp_path)] if name in ("storage", "storage_large") else []

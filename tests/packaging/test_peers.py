@@ -1,0 +1,156 @@
+"""The comparison with other engines: turns are fair, a wrong table is caught, and a contender that dies is a row."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+sys.path[:0] = [str(FOLDER), str(FOLDER / "peers")]
+import driver  # noqa: E402
+import environments  # noqa: E402
+import peers  # noqa: E402
+import prompts  # noqa: E402
+import rows  # noqa: E402
+import shadow  # noqa: E402
+
+del sys.path[:2]
+
+NAMES = np.array([7, 8, 9], np.uint32)
+
+
+@pytest.fixture
+def plane():
+    """A plane on which an ended request has computed `NAMES` in slots 4, 5 and 6."""
+    plane = shadow.ShadowPlane()
+    plane.start(NAMES, [4, 5, 6], 0)
+    plane.commit(NAMES, [4, 5, 6])
+    plane.finish([4, 5, 6])
+    return plane
+
+
+def test_the_plane_accepts_what_was_computed(plane):
+    plane.start(NAMES, [4, 5, 6, 2], 3)
+    plane.start(NAMES, [4, 5, 3], 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "table", "matched"),
+    [
+        ([7, 8, 9], [4, 6, 5], 3),  # not in the order of the prompt
+        ([1, 8, 9], [4, 5, 6], 1),  # another prefix
+        ([7, 8, 9], [4, 5, 2], 3),  # never computed
+        ([7, 8, 9], [4, 5, 6, 2], 4),  # a block that is not full
+        ([7, 8, 9], [4, 3, 3], 1),  # one slot for two blocks
+    ],
+)
+def test_the_plane_refuses_a_table_that_lies(plane, names, table, matched):
+    with pytest.raises(shadow.Lie):
+        plane.start(np.array(names, np.uint32), table, matched)
+
+
+def test_the_plane_refuses_a_slot_that_an_open_request_uses(plane):
+    plane.start(NAMES, [4, 5, 6], 3)
+    with pytest.raises(shadow.Lie, match="another request uses"):
+        plane.start(np.array([1], np.uint32), [5], 0)
+
+
+def test_a_slot_that_was_given_away_holds_its_old_prefix_no_more(plane):
+    plane.start(np.array([1], np.uint32), [4], 0)
+    plane.finish([4])
+    with pytest.raises(shadow.Lie):
+        plane.start(NAMES, [4, 5, 6], 1)
+
+
+def test_each_contender_plays_each_block_and_begins_equally_often():
+    played = list(driver.turns(["a", "b", "c"], 55, 10))
+    rounds = [played[at : at + 3] for at in range(0, len(played), 3)]
+    assert [{turn[1:] for turn in each} for each in rounds] == [{(at, min(at + 10, 55))} for at in range(0, 55, 10)]
+    assert all(sorted(name for name, *_ in each) == ["a", "b", "c"] for each in rounds)
+    assert Counter(each[0][0] for each in rounds) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_tokens_are_equal_exactly_where_names_are(tmp_path):
+    prompts.write(tmp_path / "p.npz", [("ab", 9), ("ac", 11), ("x", 4)])
+    read = prompts.Prompts(tmp_path / "p.npz")
+    first, second, third = (read.tokens(number, 4) for number in range(3))
+    assert [len(each) for each in (first, second, third)] == [9, 11, 4]
+    assert [list(read.names(number)) for number in range(3)] == [[1, 2], [1, 3], [4]]
+    assert list(first[:4]) == list(second[:4])
+    assert len({tuple(each) for each in (first[:4], first[4:8], second[4:8], third)}) == 4
+    assert first[8] != second[8]
+
+
+# ---- contenders in processes
+
+
+def played(tmp_path, *kinds, requests=40):
+    """Each turn of one conversation is a request; all kinds of the liar play it in turns of ten."""
+    prompts.write(tmp_path / "p.npz", [(range(turn + 1), 8 * turn + 9) for turn in range(requests)])
+    entries = [driver.Entry(kind, "dev", "tests.packaging.liar", kind) for kind in kinds]
+    processes = {entry.name: driver.Process(entry) for entry in entries}
+    driver.play(processes, driver.Case(tmp_path / "p.npz", requests, 200), 8, 10)
+    return processes
+
+
+def close(processes):
+    for process in processes.values():
+        process.close()
+
+
+@pytest.mark.process
+def test_a_liar_stays_in_the_table_with_its_mark(tmp_path):
+    processes = played(tmp_path, "honest", "early", "swapped")
+    close(processes)
+    assert {name: bool(process.lie) for name, process in processes.items()} == {
+        "honest": False, "early": True, "swapped": True,
+    }  # fmt: skip
+    assert {len(process.played) for process in processes.values()} == {40}
+
+
+@pytest.mark.process
+def test_a_contender_that_dies_is_a_row_and_others_play_on(tmp_path):
+    processes = played(tmp_path, "honest", "dies")
+    assert [len(process.played) for process in processes.values()] == [40, 10]
+    assert peers.row(processes["dies"]) == {"why": "died: ValueError: at request 15"}
+    driver.play(processes, driver.Case(tmp_path / "p.npz", 10, 200), 8, 10)  # a new case, a new life
+    close(processes)
+    assert [(process.why, len(process.played)) for process in processes.values()] == [("", 10), ("", 10)]
+
+
+@pytest.mark.process
+def test_a_contender_that_cannot_be_imported_is_a_row(tmp_path):
+    process = driver.Process(driver.Entry("none", "dev", "no_such_adapter", ""))
+    process.make(driver.Case(tmp_path / "p.npz", 1, 1), 8)
+    process.play(0, 1)
+    assert process.why == "not here: ModuleNotFoundError: No module named 'no_such_adapter'"
+
+
+def test_an_environment_that_cannot_be_made_is_a_row(monkeypatch):
+    def refuse(name):
+        raise environments.Missing("no network")
+
+    monkeypatch.setattr(driver, "python_of", refuse)
+    process = driver.Process(peers.ENTRIES[2])
+    process.make(driver.Case(Path("p"), 1, 1), 8)
+    process.play(0, 1)
+    assert (process.memory(), peers.row(process)) == ({}, {"why": "not here: no network"})
+
+
+def test_a_missing_checkout_is_a_row(monkeypatch):
+    monkeypatch.setattr(driver, "python_of", lambda name: Path(sys.executable))
+    monkeypatch.delenv("FASTDEPLOY_25", raising=False)
+    assert driver.Process(driver.Entry("2.5", "fastdeploy", "a", "", "FASTDEPLOY_25")).why == (
+        "not here: FASTDEPLOY_25 names no checkout of FastDeploy"
+    )
+
+
+def test_the_table_marks_a_lie_and_shows_a_reason():
+    times = dict.fromkeys(("median_us", "mean_us", "p99_us", "cpu_us", "hash_cpu_us", "hit_share"), 1.0)
+    cases = {"case": {"a": {"why": "not here: no network"}, "b": {**times, "lie": "block 0 of 1"}}}
+    result = {"cases": cases, "memory": {}, "warm_up": 1000, "block_size": 64}
+    shown = [row.value for row in rows.tables_of("peers", result)[0].rows]
+    assert shown[0] == "not here: no network"
+    assert shown[1].endswith("**matched what was not computed**: block 0 of 1")
