@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 from _support import ROOT, begin, generated_trace, median, percentile, sized, trace_name
 
@@ -26,8 +27,8 @@ from prompts import write
 
 BLOCK_SIZE = 64
 TURN = sized(200, 10)
-WARM_UP = 5
-"""Turns that are not counted."""
+WARM_UP = 0.2
+"""Share of the requests that are played first and not counted."""
 
 ENTRIES = (
     Entry("ours, adaptive", "dev", "ours", "adaptive"),
@@ -40,8 +41,6 @@ ENTRIES = (
     Entry("FastDeploy 2.6", "fastdeploy", "fastdeploy_managers", "2.6", "FASTDEPLOY_26"),
     Entry("FastDeploy develop, v1", "fastdeploy", "fastdeploy_managers", "develop", "FASTDEPLOY_DEVELOP"),
 )
-OURS = ENTRIES[0].name
-COMPARED = ("median_us", "mean_us", "cpu_us", "total_cpu_us")
 ROOM_GIB, MINUTES = 14, 40
 
 
@@ -57,17 +56,15 @@ def main() -> None:
     entries = [entry for entry in ENTRIES if entry.name.startswith(only)]
     say_needs(entries)
     processes = {entry.name: Process(entry) for entry in entries}
-    sizes = memory(processes, run.options.trace)
-    cases = {}
-    for name, case in make_cases(run.options.trace, run.options.requests):
-        print(name, file=sys.stderr)
-        play(processes, case, BLOCK_SIZE, TURN)
-        cases[name] = measured(processes)
+    with TemporaryDirectory() as folder:
+        files = Files(Path(folder), run.options.trace, run.options.requests)
+        sizes = memory(processes, files)
+        cases = {name: played(name, processes, case) for name, case in make_cases(files)}
     for process in processes.values():
         process.close()
     run.save(
         {
-            "trace": trace_name(run.options.trace), "block_size": BLOCK_SIZE, "turn": TURN, "warm_up": WARM_UP * TURN,
+            "trace": trace_name(run.options.trace), "block_size": BLOCK_SIZE, "turn": TURN, "warm_up": WARM_UP,
             "cases": cases, "memory": sizes,
         }
     )  # fmt: skip
@@ -87,57 +84,64 @@ def say_needs(entries: Iterable[Entry]) -> None:
             sys.exit(f"error: {free:.0f} GiB are free, expected {ROOM_GIB}: make room, or add --only ours")
 
 
-def make_cases(trace: Path, requests: int | None) -> Iterable[tuple[str, Case]]:
-    conversations = prompts_of("trace", trace, requests)
-    agents = prompts_of("agents", generated_trace("agents", sized(4_000, 100)), requests)
-    turns = sized(2_000, 100)
-    path = ROOT / "build" / "peers" / "conversation.npz"
-    write(path, ((range(turn + 1), (turn + 1) * BLOCK_SIZE + 1) for turn in range(turns)))
+class Files(NamedTuple):
+    """Where prompts are written for the contenders, and what they are made from."""
+
+    folder: Path
+    trace: Path
+    most: int | None
+
+    def of_trace(self, name: str, trace: Path, most: int | None) -> tuple[Path, int]:
+        """A file of prompts, and their number."""
+        hasher = TraceHasher(BLOCK_SIZE)
+        requests = read_trace(trace, most)
+        return self.write(name, [(hasher.prompt_hashes(request), request.input_length) for request in requests])
+
+    def write(self, name: str, requests: Sequence[tuple[Sequence[Any], int]]) -> tuple[Path, int]:
+        path = self.folder / f"{name}.npz"
+        write(path, requests)
+        return path, len(requests)
+
+
+def make_cases(files: Files) -> Iterable[tuple[str, Case]]:
+    trace = files.of_trace("trace", files.trace, files.most)
+    agents = files.of_trace("agents", generated_trace("agents", sized(4_000, 100)), files.most)
+    turns = min(2_000, files.most or 2_000)
+    conversation = files.write("turns", [(range(turn + 1), (turn + 1) * BLOCK_SIZE + 1) for turn in range(turns)])
     for device in sized((5_000, 20_000, 100_000), (20_000,)):
-        yield f"trace, {device:,} blocks", Case(conversations[0], conversations[1], device)
+        yield f"trace, {device:,} blocks", Case(*trace, device)
     size = 20_000
-    yield f"trace, {size:,} blocks, 8 open", Case(conversations[0], conversations[1], size, window=8)
-    yield f"agents, {size:,} blocks", Case(agents[0], agents[1], size)
-    yield f"a conversation of {turns:,} turns, {size:,} blocks", Case(path, turns, size)
+    yield f"trace, {size:,} blocks, 8 open", Case(*trace, size, window=8)
+    yield f"agents, {size:,} blocks", Case(*agents, size)
+    yield f"a conversation of {turns:,} turns, {size:,} blocks", Case(*conversation, size)
 
 
-def prompts_of(name: str, trace: Path, limit: int | None) -> tuple[Path, int]:
-    hasher = TraceHasher(BLOCK_SIZE)
-    requests = read_trace(trace, limit)
-    path = ROOT / "build" / "peers" / f"{name}.npz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, ((hasher.prompt_hashes(request), request.input_length) for request in requests))
-    return path, len(requests)
-
-
-def measured(processes: dict[str, Process]) -> dict[str, Any]:
-    """Rows of one case; `ours_over_it` is our time over the contender's."""
-    rows = {each: row(process) for each, process in processes.items()}
-    for each in rows.values():
-        if "mean_us" in each and "mean_us" in rows.get(OURS, {}):
-            each["ours_over_it"] = {key: rows[OURS][key] / each[key] for key in COMPARED}
-    return rows
+def played(name: str, processes: dict[str, Process], case: Case) -> dict[str, Any]:
+    print(name, file=sys.stderr)
+    play(processes, case, BLOCK_SIZE, TURN)
+    return {each: row(process) for each, process in processes.items()}
 
 
 def row(process: Process) -> dict[str, Any]:
     if process.why:
         return {"why": process.why}
-    seconds, cpu, _, hash_cpu, hits, tokens = zip(*process.played[WARM_UP * TURN :], strict=True)
+    seconds, cpu, hashes, hash_cpu, hits, tokens = zip(
+        *process.played[int(WARM_UP * len(process.played)) :], strict=True
+    )
     count = len(seconds)
     return {
         "version": process.version, "lie": process.lie, "requests": count,
         "median_us": 1e6 * median(seconds), "mean_us": 1e6 * sum(seconds) / count,
         "p99_us": 1e6 * percentile(seconds, 0.99), "cpu_us": 1e6 * sum(cpu) / count,
-        "hash_cpu_us": 1e6 * sum(hash_cpu) / count, "total_cpu_us": 1e6 * (sum(cpu) + sum(hash_cpu)) / count,
+        "hash_us": 1e6 * sum(hashes) / count, "hash_cpu_us": 1e6 * sum(hash_cpu) / count,
         "hit_share": sum(hits) / sum(tokens),
     }  # fmt: skip
 
 
-def memory(processes: dict[str, Process], trace: Path) -> dict[str, dict[str, Any]]:
+def memory(processes: dict[str, Process], files: Files) -> dict[str, dict[str, Any]]:
     """Measured first, in processes that have played nothing."""
-    path, _ = prompts_of("memory", trace, sized(1_000, 60))
-    play(processes, Case(path, 0, sized(100_000, 10_000)), BLOCK_SIZE, TURN)
-    return {name: process.memory() or {"why": process.why} for name, process in processes.items()}
+    case = Case(*files.of_trace("memory", files.trace, sized(1_000, 60)), sized(100_000, 10_000))
+    return {name: process.memory(case, BLOCK_SIZE) or {"why": process.why} for name, process in processes.items()}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 from environments import ROOT, Missing, python_of
 
+PATIENCE_S = 300
+"""Of calls in one case. A contender that takes longer is stopped, for it would take hours."""
+
 FOLDER = Path(__file__).resolve().parent
 
 
@@ -34,6 +37,11 @@ class Case(NamedTuple):
     host: int = 0
     window: int = 1
 
+    def given(self, block_size: int) -> dict[str, Any]:
+        """What a player makes of it, without `requests`, in JSON's types."""
+        return {"prompts": str(self.prompts), "device": self.device, "host": self.host, "window": self.window,
+                "block_size": block_size}  # fmt: skip
+
 
 class Process:
     """A contender's process, which plays one case after the other. One that died is started again for the next case.
@@ -54,23 +62,25 @@ class Process:
 
     def make(self, case: Case, block_size: int) -> None:
         """Make the contender's manager for `case`."""
-        self.played, self.lie = [], ""
         if not self._command:
             return
+        self.played, self.lie, self.why = [], "", ""
         if self._process is None:
             self._start()
-        given = {"make": {**case._asdict(), "prompts": str(case.prompts), "block_size": block_size}}
-        self.version = (self._ask(given, "not here") or {"version": ""})["version"]
+        if answer := self._ask({"make": case.given(block_size)}, "not here"):
+            self.version = answer["version"]
 
     def play(self, first: int, last: int) -> None:
         """Play requests `[first, last)`. One that dies in it has a reason afterwards, and plays no more of the case."""
-        if self._process is not None and (answer := self._ask({"play": [first, last]}, "died")):
+        if not self.why and (answer := self._ask({"play": [first, last]}, "died")):
             self.played += answer["played"]
             self.lie = self.lie or answer["lie"]
+            if sum(seconds for seconds, *_ in self.played) > PATIENCE_S:
+                self.why = f"stopped: {len(self.played):,} requests took {PATIENCE_S:,} s"
 
-    def memory(self) -> dict[str, float]:
-        """`cached_blocks` and `bytes_per_block` after all prompts; to be asked in the first case."""
-        return (self._process is not None and self._ask({"memory": None}, "died")) or {}
+    def memory(self, case: Case, block_size: int) -> dict[str, float]:
+        """`cached_blocks` and `bytes_per_block` after all prompts; to be asked first. Empty where it failed."""
+        return {} if self.why else self._ask({"memory": case.given(block_size)}, "died") or {}
 
     def close(self) -> None:
         if (process := self._process) is not None:
@@ -80,7 +90,6 @@ class Process:
             self._errors.close()
 
     def _start(self) -> None:
-        self.why = ""
         self._errors = TemporaryFile()  # noqa: SIM115 (`close` closes it)
         self._process = subprocess.Popen(
             [*self._command, self.entry.adapter, self.entry.kind], env={**os.environ, "PYTHONPATH": self._source},

@@ -28,7 +28,7 @@ def python_of(name: str) -> Path:
     if name == "dev":
         return Path(sys.executable)
     if name == "fastdeploy":
-        return _made_by_script(Path(os.environ.get(HOST_VENV, ROOT / ".venv-fastdeploy")).resolve())
+        return _named(Path(os.environ[HOST_VENV])) if HOST_VENV in os.environ else _made_by_script()
     return _made_by_lock(ROOT / f".venv-peers-{name}", ROOT / "locks" / f"peers-{name}.txt")
 
 
@@ -45,8 +45,16 @@ def _made_by_lock(folder: Path, lock: Path) -> Path:
     return python
 
 
-def _made_by_script(folder: Path) -> Path:
-    """FastDeploy's, as `scripts/test-fastdeploy` makes it."""
+def _named(folder: Path) -> Path:
+    """An environment that other checkouts may share is used as it is: a setup would point its package here."""
+    if not (python := folder / "bin" / "python").exists():
+        raise Missing(f"{HOST_VENV} names no environment")
+    return python
+
+
+def _made_by_script() -> Path:
+    """FastDeploy's in this checkout, as `scripts/test-fastdeploy` makes it."""
+    folder = ROOT / ".venv-fastdeploy"
     script = f'. "{ROOT}/scripts/env.sh"; setup_env'
     _run(["bash", "-c", script, str(ROOT / "scripts" / "env")], FASTDEPLOY_KVCACHE_VENV=str(folder), LOCK="fastdeploy")
     return folder / "bin" / "python"

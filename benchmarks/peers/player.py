@@ -17,6 +17,8 @@ import json
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -70,12 +72,14 @@ def timed(verb: Any, request: Any) -> tuple[float, float]:
     return end - begin, process_time() - cpu
 
 
-def memory(player: Player) -> dict[str, float]:
-    """Bytes of this process, native ones included, that a cached block costs once the cache has all prompts."""
-    for _ in range(2):  # the second time, the heap has room for the prompts
-        for number in range(len(player.prompts)):
-            player.contender.arrive(number, player.prompts.tokens(number, player.block_size).tolist())
-        before = private_bytes()
+def memory(make: Callable[[], Player]) -> dict[str, float]:
+    """Bytes of this process, native ones included, that a manager costs per cached block after all prompts."""
+    player = make()
+    for number in range(len(player.prompts)):  # afterwards the heap has room for the prompts
+        player.contender.arrive(number, player.prompts.tokens(number, player.block_size).tolist())
+    del player
+    before = private_bytes()
+    player = make()
     for number in range(len(player.prompts)):
         player.play(number)
     while player.open:
@@ -96,22 +100,24 @@ def main() -> None:
     adapter, kind = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    make = importlib.import_module(adapter).CONTENDER
-    player = None
+    engine = importlib.import_module(adapter).CONTENDER
+
+    def make(device: int, host: int, block_size: int, window: int, prompts: str) -> Player:
+        contender = engine(device, host, block_size, kind)
+        return Player(contender, Prompts(Path(prompts)), block_size, window)
+
     for line in sys.stdin:
         ((order, given),) = json.loads(line).items()
         if order == "make":
             player = None  # before the next one is made
-            size = given["block_size"]
-            contender = make(given["device"], given["host"], size, kind)
-            player = Player(contender, Prompts(Path(given["prompts"])), size, given["window"])
+            player = make(**given)
             gc.collect()
             gc.freeze()  # so that no collection walks the engine's modules
-            answer: Any = {"version": contender.version}
+            answer: Any = {"version": player.contender.version}
         elif order == "play":
             answer = {"played": [player.play(number) for number in range(*given)], "lie": player.lie}
         else:
-            answer = memory(player)
+            answer = memory(partial(make, **given))
         print(json.dumps(answer), file=answers)
 
 

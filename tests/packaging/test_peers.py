@@ -121,6 +121,17 @@ def test_a_contender_that_dies_is_a_row_and_others_play_on(tmp_path):
 
 
 @pytest.mark.process
+def test_a_contender_without_end_is_stopped_for_its_case_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "PATIENCE_S", 0)
+    processes = played(tmp_path, "honest")
+    assert (processes["honest"].why, len(processes["honest"].played)) == ("stopped: 10 requests took 0 s", 10)
+    monkeypatch.undo()
+    driver.play(processes, driver.Case(tmp_path / "p.npz", 40, 200), 8, 10)
+    close(processes)
+    assert (processes["honest"].why, len(processes["honest"].played)) == ("", 40)
+
+
+@pytest.mark.process
 def test_a_contender_that_cannot_be_imported_is_a_row(tmp_path):
     process = driver.Process(driver.Entry("none", "dev", "no_such_adapter", ""))
     process.make(driver.Case(tmp_path / "p.npz", 1, 1), 8)
@@ -136,7 +147,21 @@ def test_an_environment_that_cannot_be_made_is_a_row(monkeypatch):
     process = driver.Process(peers.ENTRIES[2])
     process.make(driver.Case(Path("p"), 1, 1), 8)
     process.play(0, 1)
-    assert (process.memory(), peers.row(process)) == ({}, {"why": "not here: no network"})
+    assert (process.memory(driver.Case(Path("p"), 1, 1), 8), peers.row(process)) == (
+        {},
+        {"why": "not here: no network"},
+    )
+
+
+def test_a_named_environment_is_used_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(environments, "_run", lambda *command, **variables: pytest.fail(f"ran {command}"))
+    monkeypatch.setenv(environments.HOST_VENV, str(tmp_path))
+    with pytest.raises(environments.Missing, match="names no environment"):
+        environments.python_of("fastdeploy")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.touch()
+    assert environments.python_of("fastdeploy") == python
 
 
 def test_a_missing_checkout_is_a_row(monkeypatch):
@@ -148,9 +173,22 @@ def test_a_missing_checkout_is_a_row(monkeypatch):
 
 
 def test_the_table_marks_a_lie_and_shows_a_reason():
-    times = dict.fromkeys(("median_us", "mean_us", "p99_us", "cpu_us", "hash_cpu_us", "hit_share"), 1.0)
+    times = dict.fromkeys(("median_us", "mean_us", "p99_us", "cpu_us", "hash_us", "hash_cpu_us", "hit_share"), 1.0)
     cases = {"case": {"a": {"why": "not here: no network"}, "b": {**times, "lie": "block 0 of 1"}}}
-    result = {"cases": cases, "memory": {}, "warm_up": 1000, "block_size": 64}
+    result = {"cases": cases, "memory": {}, "warm_up": 0.2, "block_size": 64}
     shown = [row.value for row in rows.tables_of("peers", result)[0].rows]
     assert shown[0] == "not here: no network"
     assert shown[1].endswith("**matched what was not computed**: block 0 of 1")
+
+
+def test_ours_is_compared_with_the_fastest_peer_that_tells_the_truth():
+    def row(us, lie=""):
+        times = dict.fromkeys(("median_us", "p99_us", "cpu_us", "hash_us", "hash_cpu_us", "hit_share"), 2.0)
+        return {**times, "mean_us": us, "lie": lie}
+
+    contenders = {"ours, adaptive": row(3.0), "ours, lru": row(1.0), "a": row(9.0), "b": row(6.0), "c": row(1.0, "lie")}
+    result = {"cases": {"case": {**contenders, "d": {"why": "died"}}}, "memory": {}, "warm_up": 0.2, "block_size": 64}
+    shown = [each for each in rows.tables_of("peers", result)[0].rows if each.target]
+    assert [(each.number, each.value) for each in shown] == [
+        (0.5, "0.5x (b)"), (1.0, "1x (a)"), (0.625, "0.625x (b)"), (1.0, "1x (a)"),
+    ]  # fmt: skip
