@@ -1,9 +1,8 @@
 """Time per request of this CacheManager beside those of other engines, from their released wheels, on a CPU.
 Each has a process and an environment of its own; they play the same prompts in turns of 200 requests.
 
-    ./scripts/bench peers [--only NAME...]
-
-`--only ours` needs no other environment. A shadow data plane checks that each finds only what was computed.
+A shadow data plane checks that each finds only what was computed. FastDeploy's managers need a checkout, named by a
+variable. A contender that this machine lacks is a row that says why; `--only ours` needs no other environment.
 """
 
 from __future__ import annotations

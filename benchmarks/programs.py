@@ -84,7 +84,7 @@ PROGRAMS = {
         Program("control_plane", "Time per request", 3, ALONE, (*SCHEDULER, "lab/replay"), TRACE),
         Program(
             "peers", "Beside other engines", 60, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
-            f"{TRACE} [--only NAME...]", "other engines' wheels",
+            f"{CHECKOUTS} FASTDEPLOY_DEVELOP=DIR {TRACE} [--only NAME...]", "other engines' wheels",
         ),
         Program(
             "policies", "Policies: shares of tokens that hit", 25, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),

@@ -147,6 +147,9 @@ def peers(result: Result) -> Iterator[Table]:
         Row("hashes", "block hashes of the prompt, where the engine makes them before it asks its manager"),
         Row("calls and hashes", "the fair sum: other engines hash or compare tokens inside their calls"),
         Row("left out", "requests' objects, lists of tokens, decoding, and the check of what was matched"),
+        Row("SGLang", "its index tensors lie on the CPU, in a server on the GPU; `alone` leaves out its table of rows"),
+        Row("FastDeploy", "all logs off"),
+        Row("threads", "one computes in each contender, also in PyTorch; contenders never play at the same time"),
         Row("warm-up", f"the first {result['warm_up']:.0%} of the requests are played and not counted"),
         Row("blocks", f"{result['block_size']} tokens in every contender"),
     ])  # fmt: skip

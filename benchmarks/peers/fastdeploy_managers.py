@@ -30,9 +30,8 @@ class FastDeploy(Contender):
     def __init__(self, device: int, host: int, block_size: int, kind: str) -> None:
         assert not host, "its host tier needs a GPU"
         self.version, self.block_size = kind, block_size
-        self.manager = make_manager(
-            device, 0, self.policy, block_size=block_size, seats=64, max_tokens=LONGEST
-        ).cache_manager
+        host_manager = make_manager(device, 0, self.policy, block_size=block_size, seats=64, max_tokens=LONGEST)
+        self.manager = host_manager.cache_manager
 
     def arrive(self, number: int, tokens: list[int]) -> Any:
         return make_request(str(number), tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from contender import Contender
 
@@ -15,10 +15,10 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 BEFORE_PROFILING = 144
 
 
+@dataclass
 class Request:
-    def __init__(self, number: int, tokens: list[int]) -> None:
-        self.id = str(number)
-        self.tokens = tokens
+    id: str
+    tokens: list[int]
 
 
 class Ours(Contender):
@@ -31,7 +31,7 @@ class Ours(Contender):
         self.manager.resize_device_pool(device)
 
     def arrive(self, number: int, tokens: list[int]) -> Request:
-        return Request(number, tokens)
+        return Request(str(number), tokens)
 
     def key(self, request: Request) -> None:
         request.hashes = BlockHasher(self.block_size)

@@ -25,11 +25,8 @@ class VLLM(Contender):
         digest = get_hash_fn_by_name(kind)
         init_none_hash(digest)
         layer = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-        config = KVCacheConfig(
-            num_blocks=device + 1,  # block 0 is never handed out
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=layer)],
-        )
+        group = KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=layer)
+        config = KVCacheConfig(device + 1, kv_cache_tensors=[], kv_cache_groups=[group])  # block 0 is never handed out
         self.manager = KVCacheManager(
             config, max_model_len=LONGEST, scheduler_block_size=block_size, hash_block_size=block_size
         )
