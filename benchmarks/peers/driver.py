@@ -54,8 +54,8 @@ class Process:
         self.played: list[list[float]] = []
         self._process: subprocess.Popen[str] | None = None
         try:
+            self._source = source_of(entry)  # before an environment is made for nothing
             self._command = [str(python_of(entry.environment)), "-W", "ignore", str(FOLDER / "player.py")]
-            self._source = source_of(entry)
             self._start()
         except Missing as missing:
             self._command, self.why = [], f"not here: {missing}"

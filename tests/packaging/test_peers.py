@@ -165,7 +165,7 @@ def test_a_named_environment_is_used_as_it_is(monkeypatch, tmp_path):
 
 
 def test_a_missing_checkout_is_a_row(monkeypatch):
-    monkeypatch.setattr(driver, "python_of", lambda name: Path(sys.executable))
+    monkeypatch.setattr(driver, "python_of", lambda name: pytest.fail(f"made {name} for nothing"))
     monkeypatch.delenv("FASTDEPLOY_25", raising=False)
     assert driver.Process(driver.Entry("2.5", "fastdeploy", "a", "", "FASTDEPLOY_25")).why == (
         "not here: FASTDEPLOY_25 names no checkout of FastDeploy"
