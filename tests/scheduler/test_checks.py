@@ -74,7 +74,6 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     "device pool: a slot is on the free list twice": lambda cache: cache._device_pool._free.append(
         cache._device_pool._free[0]
     ),
-    "device pool: a slot is used that is free": lambda cache: cache._device_pool._free.append(0),
     "device pool: a slot out of range": lambda cache: cache._device_pool._free.append(99),
     "host pool: 1 slots leaked": lambda cache: cache._host_pool.allocate(1),
     # The tree
