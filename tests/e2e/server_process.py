@@ -81,15 +81,18 @@ class CommandProcess:
         return self.stdout
 
     @property
-    def url(self) -> str:
-        found = re.search(r"http://\S+", self.stdout)
-        assert found is not None
-        return found.group()
+    def urls(self) -> list[str]:
+        """Several, where each data parallel engine has one."""
+        return re.findall(r"http://\S+", self.stdout)
 
-    def client(self) -> OpenAI:
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    def client(self, engine: int = 0) -> OpenAI:
         """Opens a connection for each request: a server that closes an idle one may do so just as it is used again."""
         headers = {"Connection": "close"}
-        url = f"{self.url}/v1"
+        url = f"{self.urls[engine]}/v1"
         return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120.0, default_headers=headers)
 
 
@@ -131,9 +134,9 @@ class ServerProcess(CommandProcess):
         wait_until(lambda: self.check().get("idle") is not False, "an idle server", IDLE_TIMEOUT_S)
         return self.check()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, engine: int = 0) -> dict[str, float]:
         """Samples by name, labels in braces: `requests{state=running}`; our prefix is left out."""
-        text = httpx2.get(f"{self.url}/metrics", timeout=30.0).text
+        text = httpx2.get(f"{self.urls[engine]}/metrics", timeout=30.0).text
         samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

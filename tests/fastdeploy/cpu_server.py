@@ -22,7 +22,9 @@ import psutil
 from openai import OpenAI
 
 from fastdeploy_kvcache_v1.contract.messages import CopyTotals, RankCopies
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.runner import stats_file
 from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.settings import free_ports
+from fastdeploy_kvcache_v1.storage import child
 from tests.e2e.server_process import EXIT_TIMEOUT_S, ServerProcess
 
 from .fastdeploy_trees import ROOT, tree
@@ -88,19 +90,24 @@ class CpuServer(ServerProcess):
         manager: bool = True,
         environment: Mapping[str, str] = NONE,
         model: Model = PLAIN,
+        engines: int = 1,
     ) -> None:
-        """What `environment` says of PYTHONPATH comes behind FastDeploy and this package."""
+        """What `environment` says of PYTHONPATH comes behind FastDeploy and this package. `engines`: data parallel."""
         self.logs, self.model = directory / "log", directory / "model"
+        self._worker_logs = self.logs if engines == 1 else self.logs / "log_0"
         if not self.model.exists():
             model.write(self.model)
-        self._ports = free_ports("127.0.0.1", 0, 0, 0)
+        self._ports = free_ports("127.0.0.1", *[0] * 3 * engines)
         self._before = named_by(self._ports)
-        port, queue_port, cache_queue_port = map(str, self._ports)
+        port, queue_port, cache_queue_port = (
+            ",".join(map(str, self._ports[each * engines : (each + 1) * engines])) for each in range(3)
+        )
         super().__init__(
             directory,
             *("--fastdeploy-cpu", "--model", str(self.model), "--served-model-name", "tiny"),
             *("--log-dir", str(self.logs), "--start-timeout", str(START_TIMEOUT_S)),
-            *("--port", port, "--engine-worker-queue-port", queue_port, "--cache-queue-port", cache_queue_port),
+            *("--ports", port, "--engine-worker-queue-port", queue_port, "--cache-queue-port", cache_queue_port),
+            *("--data-parallel-size", str(engines)),
             *FLAGS,
             *flags,
             environment={
@@ -123,16 +130,16 @@ class CpuServer(ServerProcess):
         content: dict[str, Any] = reply.json() if reply.content else {}
         return content
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, engine: int = 0) -> dict[str, float]:
         """Summed over their labels: some gauges come by process."""
         totals: dict[str, float] = defaultdict(float)
-        for name, value in super().metrics().items():
+        for name, value in super().metrics(engine).items():
             totals[name.partition("{")[0].removeprefix("fastdeploy:")] += value
         return totals
 
     def worker_copies(self, rank: int = 0) -> RankCopies:
         """What a worker really copied."""
-        path = self.logs / f"cpu_worker{rank or ''}.json"
+        path = stats_file(self._worker_logs, rank)
         if not path.exists():  # before the first copy
             return RankCopies()
         content = json.loads(path.read_text())
@@ -152,6 +159,10 @@ class CpuServer(ServerProcess):
             each for each in self.processes() if {"worker"} < set(each.cmdline()) and "--engine_pid" in each.cmdline()
         ]
         return sorted(found, key=lambda each: int(each.environ().get("PADDLE_TRAINER_ID", "0")))
+
+    def stores(self) -> list[psutil.Process]:
+        """The store process of each engine, in no order."""
+        return [each for each in self.processes() if child.__name__ in each.cmdline()]
 
     def worker(self) -> psutil.Process:
         (worker,) = self.workers()

@@ -24,7 +24,7 @@ _WORKER_COMMAND = re.compile(
     r"+--devices \S+ \S+/worker_process\.py (?P<arguments>.*) 2>(?P<errors>\S+)$",
     re.DOTALL,
 )
-_SIZE = re.compile(r"--tensor_parallel_size (\d+)")
+_GROUP, _ENGINES = (re.compile(rf"--{kind}[-_]parallel[-_]size (\d+)") for kind in ("tensor", "data"))
 
 
 def cpu_worker_command(command: str) -> str:
@@ -36,15 +36,21 @@ def cpu_worker_command(command: str) -> str:
     if found is None:
         raise ConfigError(f"got an unknown command for FastDeploy's worker: {command}: install a supported release")
     part = found.groupdict()
-    size = _SIZE.search(part["arguments"])
-    if size is None or size[1] == "1":
+    group, size = _sizes(part["arguments"])
+    if size == 1:
         role, output = "worker", f"{part['log']}/workerlog.0"
     else:
-        role, output = f"ranks {size[1]} {part['log']}", os.devnull
+        role, output = f"ranks {size} {group} {part['log']}", os.devnull
     return (
         f"exec env {part['variables']}{part['python']} -u -m {LAUNCH} {role} {part['arguments']} "
         f">{output} 2>{part['errors']}"
     )
+
+
+def _sizes(arguments: str) -> tuple[int, int]:
+    """Ranks of one engine, and of all."""
+    group, engines = (int(found[1]) if (found := flag.search(arguments)) else 1 for flag in (_GROUP, _ENGINES))
+    return group, group * engines
 
 
 def as_cuda(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -90,12 +96,25 @@ def start_worker_service(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kw
         names["subprocess"] = subprocess
 
 
+def start_servers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the start of an API server for each data parallel engine: start ours, with a device for each rank."""
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        python, _, _, *arguments = command
+        return subprocess.Popen([python, "-u", "-m", LAUNCH, "api", *arguments], **options)
+
+    wrapped.__globals__["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    _, num_devices = _sizes(" ".join(kwargs["server_args"]))
+    return wrapped(*args, **{**kwargs, "device_count": num_devices})
+
+
 def read_tokens(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps the thread that reads the worker's tokens: provide the ops that it imports."""
     from fastdeploy.model_executor.ops import gpu
 
-    vars(gpu)["get_output"] = get_output
-    for name in ("get_output_ep", "get_output_topk", "speculate_get_output", "speculate_get_output_topk"):
+    for name in ("get_output", "get_output_ep"):  # the second one with several data parallel engines
+        vars(gpu)[name] = get_output
+    for name in ("get_output_topk", "speculate_get_output", "speculate_get_output_topk"):
         vars(gpu)[name] = unsupported_output
     return wrapped(*args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Start of one process of the server: `python -m ...fastdeploy_cpu.launch api|worker ARGUMENTS`.
+"""Start of one process of the server: `python -m ...fastdeploy_cpu.launch api|servers|worker ARGUMENTS`.
 
-FastDeploy runs both as scripts, which cannot be patched before they run. `launch ranks SIZE LOG_DIRECTORY ARGUMENTS`
-starts `launch worker ARGUMENTS` for each rank.
+FastDeploy runs them as scripts, which cannot be patched before they run. `servers` starts `api` for each data parallel
+engine. `launch ranks SIZE GROUP LOG_DIRECTORY ARGUMENTS` starts `launch worker ARGUMENTS` for each rank.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     role, sys.argv = sys.argv[1], sys.argv[1:]
     if role == "ranks":
-        _, size, log_directory, *arguments = sys.argv
+        _, size, group, log_directory, *arguments = sys.argv
         command = [sys.executable, "-u", "-m", __spec__.name, "worker", *arguments]
-        sys.exit(run_ranks(command, int(size), Path(log_directory)))
+        sys.exit(run_ranks(command, int(size), Path(log_directory), group=int(group)))
     if role == "worker":
         _prepare_math()
     say_refusals_alone()
@@ -41,6 +41,10 @@ def main() -> None:
 
         activation.require_complete(Where.WORKER)
         worker_process.run_worker_proc()
+    elif role == "servers":
+        from fastdeploy.entrypoints.openai import multi_api_server
+
+        multi_api_server.main()
     else:
         runpy.run_module(API_SERVER, run_name="__main__", alter_sys=True)
 

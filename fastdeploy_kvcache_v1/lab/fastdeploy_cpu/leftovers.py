@@ -11,6 +11,7 @@ import ctypes
 import shutil
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -23,12 +24,15 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def remove_files(
-    run_directory: Path, port: int, queue_ports: Sequence[int], shared_memory: Path = SHARED_MEMORY
+    run_directory: Path, ports: Sequence[int], queue_ports: Sequence[int], shared_memory: Path = SHARED_MEMORY
 ) -> None:
     """Remove the files of one server. All its names in /dev/shm have one of its ports."""
-    names = [f"{port}.socket", f"router_{port}.ipc", f"response_{port}_w*.pull"]
+    names = []
+    for port in ports:
+        names += [f"{port}.socket", f"router_{port}.ipc", f"response_{port}_w*.pull"]
     for queue_port in queue_ports:
         names += [f"*.{queue_port}", f"fmq_ctrl_*_rank*_{queue_port}.ipc", f"fd_task_queue_{queue_port}.sock"]
+    for port, queue_port in product(ports, queue_ports):
         Path(f"/tmp/fd_weight_clear_update_lock__pid{port}_port{queue_port}.lock").unlink(missing_ok=True)
     for name in names:
         for path in list(shared_memory.glob(name)):

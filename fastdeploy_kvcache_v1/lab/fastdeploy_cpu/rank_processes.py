@@ -1,4 +1,4 @@
-"""The worker processes of a tensor-parallel group, in place of `paddle.distributed.launch`.
+"""The worker processes of all tensor-parallel groups, in place of `paddle.distributed.launch`.
 
 Each rank gets the variables by which Paddle's ranks find each other, over gloo. When one ends, all end: the others
 cannot serve, and FastDeploy watches this process only.
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from ..model.ranks import rank_pipes
@@ -23,15 +24,16 @@ POLL_S = 0.1
 HOST = "127.0.0.1"
 
 
-def run_ranks(command: Sequence[str], size: int, log_directory: Path) -> int:
+def run_ranks(command: Sequence[str], size: int, log_directory: Path, *, group: int | None = None) -> int:
     """Run `command` for each rank until one ends, then kill the others. Returns its exit status, 1 for 0 or a signal.
 
-    Output goes to `workerlog.N`; standard error is shared.
+    Output goes to `workerlog.N`; standard error is shared. Only ranks of one `group` (all by default) compute together.
     """
+    group = group or size
     ports = free_ports(HOST, *[0] * (size + 1))
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, pipes in enumerate(rank_pipes(size)):
+        for rank, pipes in enumerate(chain.from_iterable(rank_pipes(group) for _ in range(size // group))):
             inherited = [each.fileno() for each in pipes]
             environment = {**os.environ, **rank_variables(rank, ports), RANK_PIPES: " ".join(map(str, inherited))}
             with (log_directory / f"workerlog.{rank}").open("wb") as output:

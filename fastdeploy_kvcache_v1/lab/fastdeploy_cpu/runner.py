@@ -38,9 +38,9 @@ MAX_RETRIES = 3
 IDLE_SLEEP_S = 0.001
 
 
-def stats_file(rank: int) -> str:
-    """File in the log directory with the totals of a rank's copies."""
-    return f"cpu_worker{rank or ''}.json"
+def stats_file(log_directory: Path, rank: int) -> Path:
+    """File with the totals of a rank's copies."""
+    return log_directory / f"cpu_worker{rank or ''}.json"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CpuModelRunner:
         config: RunnerConfig,
         sender: TokenSender | None,
         *,
-        stats_directory: Path,
+        stats_file: Path,
         tell_weights_status: Callable[[int, int], None] = lambda port, status: None,
         tell_copies: Callable[[WorkerReport], None] = lambda report: None,
         storage: RankStorage | None = None,
@@ -83,7 +83,7 @@ class CpuModelRunner:
         """Last step whose copies were submitted."""
         self._model = load_model_config(config.model_path)
         self._sender = sender
-        self._stats_file = stats_directory / stats_file(ranks.rank)
+        self._stats_file = stats_file
         self._table = BatchRows(config.block_size)
         self._passes = PassTracker() if storage is not None and storage.uses_device_tier else None
         self._inbox = SwapInbox()

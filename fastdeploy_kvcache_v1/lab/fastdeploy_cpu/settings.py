@@ -23,19 +23,22 @@ REFUSED = {
     "--enable-logprob": "the CPU worker gives no log probabilities",
     "--speculative-config": "the CPU worker has no speculative decoding",
     "--guided-decoding-backend": "the CPU worker has no guided decoding",
-    "--data-parallel-size": "the CPU worker has tensor-parallel ranks only",
 }
 """FastDeploy's flags that would be ignored or fail late, with the reason."""
 
 
+PORTS = ("--ports", "--engine-worker-queue-port", "--cache-queue-port")
+"""Flags that name a port for each data parallel engine, 0 for a free one."""
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Of the supervisor. Ports are resolved: none is 0."""
+    """Of the supervisor. Ports are resolved, none is 0, and there is one for each data parallel engine."""
 
     host: str
-    port: int
-    queue_port: int
-    cache_queue_port: int
+    ports: tuple[int, ...]
+    queue_ports: tuple[int, ...]
+    cache_queue_ports: tuple[int, ...]
     log_directory: Path
     start_timeout_s: float
     model: str | None
@@ -46,8 +49,8 @@ class Settings:
     uses_our_manager: bool
 
     @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+    def urls(self) -> list[str]:
+        return [f"http://{self.host}:{port}" for port in self.ports]
 
 
 def parse(words: Sequence[str]) -> Settings:
@@ -61,33 +64,51 @@ def parse(words: Sequence[str]) -> Settings:
     parser = argparse.ArgumentParser(prog="fastdeploy-kvcache serve --fastdeploy-cpu", allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--engine-worker-queue-port", type=int, default=0)
-    parser.add_argument("--cache-queue-port", type=int, default=0)
+    for flag in PORTS:
+        parser.add_argument(flag, type=_numbers)
     parser.add_argument("--model")
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
+    parser.add_argument("--data-parallel-size", "--data_parallel_size", "-dp", type=int, default=1)
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--start-timeout", type=float, default=START_TIMEOUT_S)
     args, rest = parser.parse_known_args(words)
     _refuse(rest)
-    if args.tensor_parallel_size < 1:
-        raise ConfigError(f"--tensor-parallel-size must be at least 1, got {args.tensor_parallel_size}")
+    for flag, size in (("tensor", args.tensor_parallel_size), ("data", args.data_parallel_size)):
+        if size < 1:
+            raise ConfigError(f"--{flag}-parallel-size must be at least 1, got {size}")
     if args.start_timeout <= 0:
         raise ConfigError(f"--start-timeout must be positive, got {args.start_timeout}")
-    port, queue_port, cache_queue_port = free_ports(
-        args.host, args.port, args.engine_worker_queue_port, args.cache_queue_port
-    )
+    ports, queue_ports, cache_queue_ports = _engine_ports(args)
     return Settings(
         host=args.host,
-        port=port,
-        queue_port=queue_port,
-        cache_queue_port=cache_queue_port,
-        log_directory=_log_directory(args.log_dir, port),
+        ports=ports,
+        queue_ports=queue_ports,
+        cache_queue_ports=cache_queue_ports,
+        log_directory=_log_directory(args.log_dir, ports[0]),
         start_timeout_s=args.start_timeout,
         model=args.model,
         tensor_parallel_size=args.tensor_parallel_size,
         passed_on=tuple(rest),
         uses_our_manager=_uses_our_manager(rest),
     )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def _engine_ports(args: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Of each of `PORTS`, resolved. Raises `ConfigError`."""
+    size = args.data_parallel_size
+    wanted: list[int] = []
+    for flag in PORTS:
+        first = args.port if flag == "--ports" else 0
+        given = getattr(args, flag[2:].replace("-", "_")) or [first, *[0] * (size - 1)]
+        if len(given) != size:
+            raise ConfigError(f"{flag} must name a port for each of {size} data parallel engines, got {given}")
+        wanted += given
+    ports = free_ports(args.host, *wanted)
+    return [tuple(ports[each * size : (each + 1) * size]) for each in range(len(PORTS))]
 
 
 def _refuse(rest: Sequence[str]) -> None:

@@ -77,7 +77,7 @@ def supervise(settings: Settings) -> int:
         return EXIT_OK
     finally:
         end_processes()
-        remove_files(run_directory, settings.port, (settings.queue_port, settings.cache_queue_port))
+        remove_files(run_directory, settings.ports, (*settings.queue_ports, *settings.cache_queue_ports))
 
 
 def pause(seconds: float) -> None:
@@ -107,7 +107,8 @@ def _serve(settings: Settings, run_directory: Path) -> int:
         if reason is None:
             wait_settled(lambda: len(living_processes()))
             manager = "this package's cache manager" if settings.uses_our_manager else "FastDeploy's cache manager"
-            print(f"FastDeploy on the CPU, with {manager}: {settings.url} (logs: {settings.log_directory})", flush=True)
+            urls = " ".join(settings.urls)
+            print(f"FastDeploy on the CPU, with {manager}: {urls} (logs: {settings.log_directory})", flush=True)
             reason = _watch(settings, server)
     finally:
         end_process(server, GRACE_S)
@@ -121,15 +122,19 @@ def _serve(settings: Settings, run_directory: Path) -> int:
 
 
 def _command(settings: Settings, model: str) -> list[str]:
+    ports, size = ",".join(map(str, settings.ports)), len(settings.ports)
+    one = ("api",)
+    several = ("servers", "--num-servers", str(size), "--ports", ports, "--args", "--data-parallel-size", str(size))
     return [
         sys.executable,
         "-u",
         "-m",
         f"{__package__}.launch",
-        "api",
-        *("--model", model, "--host", settings.host, "--port", str(settings.port)),
-        *("--engine-worker-queue-port", str(settings.queue_port)),
-        *("--cache-queue-port", str(settings.cache_queue_port)),
+        *(one if size == 1 else several),
+        *("--model", model, "--host", settings.host),
+        *(("--port", ports) if size == 1 else ()),
+        *("--engine-worker-queue-port", ",".join(map(str, settings.queue_ports))),
+        *("--cache-queue-port", ",".join(map(str, settings.cache_queue_ports))),
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
         *settings.passed_on,
     ]
@@ -190,7 +195,11 @@ def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
 
 
 def _is_healthy(settings: Settings) -> bool:
-    connection = http.client.HTTPConnection(settings.host, settings.port, timeout=HEALTH_TIMEOUT_S)
+    return all(_answers(settings.host, port) for port in settings.ports)
+
+
+def _answers(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == http.client.OK
@@ -203,7 +212,7 @@ def _is_healthy(settings: Settings) -> bool:
 def _are_weights_cleared(settings: Settings) -> bool:
     """FastDeploy's legacy API cleared the weights, which counts as unhealthy until they are back."""
     try:
-        status = (SHARED_MEMORY / f"model_weights_status.{settings.queue_port}").read_bytes()
+        status = (SHARED_MEMORY / f"model_weights_status.{settings.queue_ports[0]}").read_bytes()
     except OSError:
         return False
     return int.from_bytes(status[:4], sys.byteorder, signed=True) == WEIGHTS_CLEARED

@@ -21,7 +21,7 @@ from ...fastdeploy_integration.worker.storage import rank_storage
 from ...worker.runtime.base import free_host_memory
 from ..model.ranks import Ranks, inherited_pipes
 from . import RANK_PIPES, run_directory
-from .runner import CpuModelRunner, RunnerConfig
+from .runner import CpuModelRunner, RunnerConfig, stats_file
 from .token_channel import TokenSender, channel_path
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,14 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         self.model_runner: CpuModelRunner
 
     def init_device(self) -> None:
+        engine = int(self.parallel_config.local_data_parallel_id)
         ranks = Ranks(
             int(self.parallel_config.tensor_parallel_rank),
             inherited_pipes(os.environ.pop(RANK_PIPES, "").split()),
             size=int(self.parallel_config.tensor_parallel_size),
             timeout_s=RANKS_TIMEOUT_S,
         )
-        sender = TokenSender(channel_path(run_directory(), self.local_rank)) if ranks.rank == 0 else None
+        sender = TokenSender(channel_path(run_directory(), engine)) if ranks.rank == 0 else None
         config = RunnerConfig(
             model_path=Path(self.model_config.model),
             block_size=self.cache_config.block_size,
@@ -63,7 +64,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         self.model_runner = CpuModelRunner(
             config,
             sender,
-            stats_directory=log_directory(),
+            stats_file=stats_file(log_directory(), int(self.local_rank)),
             tell_weights_status=_tell_weights_status,
             tell_copies=ReportSender(link.send),
             storage=storage,
@@ -95,7 +96,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         self._cache_ready = _signal(
             "cache_ready_signal", ranks.local_engine_worker_queue_port, int(ranks.tensor_parallel_size)
         )
-        self._cache_ready.value[self.local_rank] = 1
+        self._cache_ready.value[int(ranks.tensor_parallel_rank)] = 1
 
     def graph_optimize_and_warm_up_model(self) -> None:
         """Nothing to capture."""

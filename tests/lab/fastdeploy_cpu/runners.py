@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, BlockCopi
 from fastdeploy_kvcache_v1.contract.swap_message import encode
 from fastdeploy_kvcache_v1.errors import ModelError
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
-from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.runner import CpuModelRunner, RunnerConfig
+from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.runner import CpuModelRunner, RunnerConfig, stats_file
 from fastdeploy_kvcache_v1.lab.model import load_model, load_model_config
 from fastdeploy_kvcache_v1.lab.model.copy_faults import VARIABLE
 from fastdeploy_kvcache_v1.lab.model.directory import write_random_directory
@@ -36,7 +36,9 @@ def start_runner(model, directory, *, host_blocks=8, keep_host_memory=False, sen
     config = RunnerConfig(Path(model), BLOCK, host_blocks, "float32", keep_host_memory)
     told = []
     sender = SimpleNamespace(send=lambda rows, *, running: told.append((list(rows), running))) if sends else None
-    runner = CpuModelRunner(config, sender, stats_directory=directory, **parts)
+    runner = CpuModelRunner(
+        config, sender, stats_file=stats_file(directory, parts.get("ranks", ONE_RANK).rank), **parts
+    )
     runner.load_weights()
     runner.create_caches(16)
     runner.messages = told

@@ -38,7 +38,9 @@ HOST_COMMAND = (
     ("devices", "size", "launched", "output"),
     [
         ("0", "", "worker ", "/logs/workerlog.0"),
-        ("0,1", "--tensor_parallel_size 2 ", "ranks 2 /logs ", "/dev/null"),
+        ("0,1", "--tensor_parallel_size 2 ", "ranks 2 2 /logs ", "/dev/null"),
+        ("0,1", "--tensor_parallel_size 1 --data_parallel_size 2 ", "ranks 2 1 /logs ", "/dev/null"),
+        ("0,1", "--tensor_parallel_size 2 --data_parallel_size 2 ", "ranks 4 2 /logs ", "/dev/null"),
         ("0", "--tensor_parallel_size 1 ", "worker ", "/logs/workerlog.0"),
     ],
 )
@@ -53,6 +55,23 @@ def test_the_workers_command_keeps_its_arguments(devices, size, launched, output
 def test_an_unknown_command_is_an_error():
     with pytest.raises(ConfigError, match="got an unknown command"):
         hooks.cpu_worker_command("python worker.py")
+
+
+def test_each_data_parallel_engine_has_an_api_server_of_ours(monkeypatch):
+    """FastDeploy starts them, and wants a device for each rank."""
+    started = []
+    monkeypatch.setattr(hooks.subprocess, "Popen", lambda command, **options: started.append((command, options)))
+    names = {"subprocess": subprocess}
+    exec(
+        "def start_servers(**given):\n"
+        "    subprocess.Popen(['python', '-m', 'api_server', *given['server_args'], '--port', '5'], env={})\n"
+        "    return given['device_count']",
+        names,
+    )
+    given = {"server_args": ["--tensor-parallel-size", "2", "--data-parallel-size", "3"], "device_count": 0}
+    assert hooks.start_servers(names["start_servers"], None, (), given) == 6
+    command = ["python", "-u", "-m", f"{PACKAGE}.launch", "api", *given["server_args"], "--port", "5"]
+    assert started == [(command, {"env": {}})]
 
 
 def test_to_what_asks_for_cuda_the_platform_has_it_and_is_itself_otherwise():
@@ -112,7 +131,7 @@ def test_files_of_this_server_are_removed_and_no_others(tmp_path, names, are_our
         folder.mkdir()
         for name in files:
             (folder / name).touch()
-    remove_files(run, 8000, (8001, 8002), shared)
+    remove_files(run, (8000,), (8001, 8002), shared)
     assert {path.name for path in shared.iterdir()} == set([] if are_ours else names.split())
     assert not run.exists()
 
@@ -214,7 +233,7 @@ def test_nothing_is_left_when_the_server_ends_or_the_command(monkeypatch, tmp_pa
     monkeypatch.setattr(supervisor.tempfile, "mkdtemp", lambda prefix: run.mkdir() or str(run))
     monkeypatch.setattr(supervisor, "adopt_orphans", lambda: events.append("adopted"))
     monkeypatch.setattr(supervisor, "end_processes", lambda: events.append("ended"))
-    chosen = SimpleNamespace(log_directory=tmp_path / "log", port=1, queue_port=2, cache_queue_port=3)
+    chosen = SimpleNamespace(log_directory=tmp_path / "log", ports=(1,), queue_ports=(2,), cache_queue_ports=(3,))
     assert supervisor.supervise(chosen) == (0 if is_told else 1)
     assert events == ["adopted", "ended"]
     assert not run.exists()
@@ -235,17 +254,30 @@ def test_settings(parse, tmp_path):
     for flag in ("--tensor-parallel-size", "--tensor_parallel_size", "-tp"):
         assert parse(["--port", "0", flag, "2"]).tensor_parallel_size == 2
     assert parse(["--port", "0", "--tensor", "2"]).passed_on == ("--tensor", "2"), "FastDeploy may know it"
-    assert len({chosen.port, chosen.queue_port, chosen.cache_queue_port}) == 3
+    assert len({*chosen.ports, *chosen.queue_ports, *chosen.cache_queue_ports}) == 3
     assert chosen.uses_our_manager
     assert chosen.model is None
     assert chosen.log_directory == tmp_path / "here"
+
+
+def test_data_parallel_engines_have_ports_of_their_own(parse):
+    chosen = parse(["--port", "0", "--data-parallel-size", "2", "--cache-queue-port", "0,0", "--x", "1"])
+    assert len({*chosen.ports, *chosen.queue_ports, *chosen.cache_queue_ports}) == 6
+    (first, second), queues, caches = chosen.ports, chosen.queue_ports, chosen.cache_queue_ports
+    assert chosen.urls == [f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}"]
+    assert " ".join(supervisor._command(chosen, "/m")[3:]) == (
+        f"{PACKAGE}.launch servers --num-servers 2 --ports {first},{second} --args --data-parallel-size 2"
+        f" --model /m --host 127.0.0.1 --engine-worker-queue-port {queues[0]},{queues[1]}"
+        f" --cache-queue-port {caches[0]},{caches[1]} --tensor-parallel-size 1 --x 1"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
-        (["--data-parallel-size", "2"], "--data-parallel-size cannot be used"),
+        (["--data-parallel-size", "0"], "--data-parallel-size must be at least 1"),
+        (["--data-parallel-size", "2", "--ports", "0"], "--ports must name a port for each of 2 data parallel engines"),
         (["--speculative_config={}"], "--speculative-config cannot be used"),
         (["--start-timeout", "0"], "--start-timeout must be positive"),
         (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
@@ -326,7 +358,7 @@ def test_a_server_without_weights_is_not_ended(tmp_path, monkeypatch, clock, sta
         (tmp_path / "model_weights_status.4711").write_bytes(np.array([status, 99], dtype=np.int32).tobytes())
     looks = []
     monkeypatch.setattr(supervisor, "_is_healthy", lambda settings: looks.append(clock.now) or is_well)
-    assert reason in supervisor._watch(SimpleNamespace(queue_port=4711), Server(looks=1000))
+    assert reason in supervisor._watch(SimpleNamespace(queue_ports=(4711,)), Server(looks=1000))
     assert looks[:2] == [5.0, 10.0]
 
 
@@ -348,7 +380,7 @@ def test_every_look_for_a_minute_says_that_the_server_is_not_healthy(monkeypatch
         return not sick(len(looks), clock)
 
     monkeypatch.setattr(supervisor, "_is_healthy", is_healthy)
-    told = supervisor._watch(SimpleNamespace(queue_port=0), Server(looks=700))
+    told = supervisor._watch(SimpleNamespace(queue_ports=(0,)), Server(looks=700))
     assert ("not been healthy" in told) == ends
     assert len(looks) == 14 or not ends
 
@@ -384,8 +416,8 @@ def test_server_is_announced_when_settled_and_ended_when_unhealthy(monkeypatch, 
     (tmp_path / "workerlog.0").write_bytes(b"x\n" * 20 + b"\xff MemoryError\n" + warned)
     said = "--- workerlog.0\n" + "x\n" * 14 + "\ufffd MemoryError\n--- api_server.out\n"
     chosen = SimpleNamespace(
-        log_directory=tmp_path, uses_our_manager=ours, url="http://x", tensor_parallel_size=1, model="/m", host="h",
-        port=5, queue_port=6, cache_queue_port=7, passed_on=("--swap-space", "1"),
+        log_directory=tmp_path, uses_our_manager=ours, urls=["http://x"], tensor_parallel_size=1, model="/m", host="h",
+        ports=(5,), queue_ports=(6,), cache_queue_ports=(7,), passed_on=("--swap-space", "1"),
     )  # fmt: skip
     assert supervisor._serve(chosen, tmp_path) == 1
     assert events == ["healthy", ("settled", "")]

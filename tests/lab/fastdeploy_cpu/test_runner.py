@@ -197,7 +197,7 @@ def test_blocks_go_to_the_host_and_back(make_group, expected, tmp_path, num_rank
     group.finish_copies()
     run(group, 1)
     for rank in range(num_ranks):
-        copies = json.loads((tmp_path / stats_file(rank)).read_text())
+        copies = json.loads(stats_file(tmp_path, rank).read_text())
         assert [(copies[way]["blocks"], copies[way]["failures"]) for way in ("swap_out", "swap_in")] == [(2, 0), (2, 0)]
 
 
