@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import openai
@@ -25,7 +26,7 @@ PROMPT, OTHER = (noise(seed, BLOCKS * BLOCK_SIZE) for seed in (1, 2))
 CACHED = BLOCKS * BLOCK_SIZE
 """The template adds some tokens, so that the text fills its blocks."""
 
-
+FEW_BLOCKS = ("--num-gpu-blocks-override", "40")
 TIER = ("--swap-space", "0.01", "--write-policy", "write_through", "--storage-prefetch", "wait_complete")
 
 
@@ -41,19 +42,19 @@ def serving(*given, **options):
         assert server.failed_copies() == 0
 
 
-def counts(server):
+def counts(server, engine=0):
     """Of the storage tier, by name."""
-    return {name: value for name, value in server.metrics().items() if name.startswith("storage")}
+    return {name: value for name, value in server.metrics(engine).items() if name.startswith("storage")}
 
 
-def wait_stored(server, client, blocks):
+def wait_stored(server, client, blocks, engine=0):
     """Blocks reach the host, and so the store, with the batches after the one that computes them."""
 
     def is_stored():
         ask(client, "go on", max_tokens=1)
-        return counts(server).get("storage_blocks_total", 0) >= blocks
+        return counts(server, engine).get("storage_blocks_total", 0) >= blocks
 
-    wait_until(is_stored, lambda: f"{blocks} blocks to be stored: {counts(server)}", 120.0)
+    wait_until(is_stored, lambda: f"{blocks} blocks to be stored: {counts(server, engine)}", 120.0)
 
 
 def assert_shared(release, tmp_path, words, environment=NONE):
@@ -120,6 +121,30 @@ def rounds(workload):
     workload.conversations()
 
 
+def test_data_parallel_engines_share_a_store_and_a_restart_finds_it(release, tmp_path):
+    """Each with its own API server, worker rank and store process."""
+    expected = expected_of(release, part=rounds)
+    words = (*file_store(tmp_path / "kv"), *FEW_BLOCKS)
+    with serving(release, tmp_path / "first", *words, engines=2) as (server, client), server.client(1) as other:
+        assert len({each.ppid() for each in server.stores()}) == len(server.stores()) == 2
+        first, second = ask(client, PROMPT), ask(other, OTHER)
+        wait_stored(server, client, BLOCKS)
+        wait_stored(server, other, BLOCKS, engine=1)
+        for computed, again in (first, ask(other, PROMPT)), (second, ask(client, OTHER)):
+            assert computed.cached_tokens < BLOCK_SIZE
+            assert (again.tokens, again.cached_tokens) == (computed.tokens, CACHED)
+        workloads = [Workload(client), Workload(other)]
+        with ThreadPoolExecutor(2) as pool:
+            [*pool.map(rounds, workloads)]
+        for rank, workload in enumerate(workloads):
+            workload.assert_tokens_of(expected)
+            assert server.worker_copies(rank).swap_in.blocks > 0
+            assert server.failed_copies(rank) == 0
+    with serving(release, tmp_path / "again", *words, engines=2) as (server, client), server.client(1) as other:
+        for computed, again in (first, ask(other, PROMPT)), (second, ask(client, OTHER)):
+            assert (again.tokens, again.cached_tokens) == (computed.tokens, CACHED)
+
+
 @contextmanager
 def store_process_in_trouble(server):
     """It is killed at random moments, or stopped, which its engine ends after a deadline. Yields what was done."""
@@ -183,7 +208,6 @@ def assert_tenants_never_meet(client, plain):
 # ---- the stand-in of the vendor's SDK: device blocks outlive the process, whatever the SDK does
 
 ATTENTION = ("--kvcache-storage-backend", "attention_store", "--storage-prefetch", "wait_complete")
-FEW_BLOCKS = ("--num-gpu-blocks-override", "40")
 OTHERS = [noise(seed, BLOCKS * BLOCK_SIZE) for seed in range(10, 17)]
 
 
