@@ -49,6 +49,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return said.err
 
 
+def openai_client(url: str, *, timeout_s: float = 120.0) -> OpenAI:
+    """Opens a connection for each request: a server that closes an idle one may do so just as it is used again."""
+    headers = {"Connection": "close"}
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=timeout_s, default_headers=headers)
+
+
 class CommandProcess:
     """A command that says in one line that it is ready, with its URL."""
 
@@ -90,10 +96,7 @@ class CommandProcess:
         return self.urls[0]
 
     def client(self, engine: int = 0) -> OpenAI:
-        """Opens a connection for each request: a server that closes an idle one may do so just as it is used again."""
-        headers = {"Connection": "close"}
-        url = f"{self.urls[engine]}/v1"
-        return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120.0, default_headers=headers)
+        return openai_client(self.urls[engine])
 
 
 class ServerProcess(CommandProcess):

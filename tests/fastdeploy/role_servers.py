@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 from openai import OpenAI
 
+from tests.e2e.server_process import openai_client
 from tests.fault_proxy import Fault
 from tests.mooncake_master import free_port
 
@@ -59,7 +60,7 @@ class Router:
         wait_until(are_there, "the servers to register", REGISTERED_TIMEOUT_S)
 
     def client(self, *, timeout_s: float = 120.0) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=timeout_s)
+        return openai_client(self.url, timeout_s=timeout_s)
 
 
 @contextmanager
