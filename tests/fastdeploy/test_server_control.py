@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import httpx2
 import openai
@@ -20,15 +23,21 @@ pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(6
 
 FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.02", "--write-policy", "write_through")
 SECRET = "ada@example.org"
-TRIES = 5
-"""FastDeploy pauses at a moment without tasks for its workers: on a loaded machine perhaps after the last token."""
+HOLD = Path(__file__).parent / "held_worker"
+STEPS = 50
+"""That the worker computes before a control request comes: enough to say something, few for an end."""
+HEARD = re.compile("Start to run control method|Receive abort_reqs")
 ENDLESS = {"max_tokens": 440, "extra_body": {"min_tokens": 440}}
 
 
 @pytest.fixture(scope="module")
 def server(release, tmp_path_factory):
-    environment = {"FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE": "1"}
     directory = tmp_path_factory.mktemp("server")
+    environment = {
+        "FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE": "1",
+        "PYTHONPATH": str(HOLD),
+        "KVCACHE_TEST_STEPS": str(directory / "steps"),
+    }
     trace = directory / "trace.jsonl"
     if release == RELEASES[0]:
         environment[VARIABLE], flags = str(trace), FLAGS
@@ -112,13 +121,21 @@ def test_a_disconnected_client_gives_its_blocks_back(server, client, ask):
     assert ask(document(101)).tokens == before
 
 
-def running_streams(client, indices):
-    """Requests that have said something and have much more to say, and their ids."""
-    streams = [
-        client.chat.completions.create(model="tiny", messages=document(index), stream=True, top_p=0, **ENDLESS)
-        for index in indices
-    ]
-    return streams, [next(iter(stream)).id for stream in streams]
+@contextlib.contextmanager
+def held_stream(server, client, messages):
+    """Of a request that has said something and has much more to say, and its id. The worker stands still until
+    FastDeploy has heard of the control request that the caller begins.
+    """
+    steps, log = server.logs.parent / "steps", server.logs / "fastdeploy.log"
+    num_heard = lambda: len(HEARD.findall(log.read_text(errors="replace")))  # noqa: E731
+    steps.write_text(str(STEPS))
+    try:
+        stream = client.chat.completions.create(model="tiny", messages=messages, stream=True, top_p=0, **ENDLESS)
+        request_id, before = next(iter(stream)).id, num_heard()
+        yield stream, request_id
+        wait_until(lambda: num_heard() > before, "FastDeploy to hear of the control request")
+    finally:
+        steps.unlink()
 
 
 def num_chunks(stream):
@@ -133,19 +150,15 @@ def num_chunks(stream):
 @pytest.mark.parametrize("forgets", [False, True])
 def test_an_abort_and_a_pause_end_what_runs(server, client, ask, forgets):
     before = ask(document(102)).tokens
-    ended_early = False
-    for _ in range(TRIES):
-        streams, ids = running_streams(client, range(102, 105))
-        if forgets:
-            server.control("pause")
-        else:  # Not abort_all: after a client has disconnected, release 2.5 waits for its request for ever.
-            server.control("abort_requests", req_ids=ids)
-        ended_early = max(num_chunks(stream) for stream in streams) < ENDLESS["max_tokens"] - 10
-        if forgets:
-            server.control("resume")
-        if ended_early:
-            break
-    assert ended_early, "each time the requests ran to their end"
+    with ThreadPoolExecutor(1) as pool:
+        with held_stream(server, client, document(102)) as (stream, request_id):
+            # Not abort_all: after a client has disconnected, release 2.5 waits for its request for ever.
+            named = ("pause", {}) if forgets else ("abort_requests", {"req_ids": [request_id]})
+            controlled = pool.submit(server.control, named[0], **named[1])
+        assert num_chunks(stream) < ENDLESS["max_tokens"] - 10
+        controlled.result()
+    if forgets:
+        server.control("resume")
     assert_all_blocks_come_back(server)
     again = ask(document(102))
     assert again.tokens == before
