@@ -194,6 +194,38 @@ def test_a_store_process_in_trouble_costs_hits_and_no_token(release, tmp_path):
         assert ask(client, PROMPT).tokens == first.tokens
 
 
+def long_answers(workload):
+    """Eight at once: 40 blocks are room for six of them at first, and for three in the end."""
+
+    def one(index):
+        return workload.send(noise(200 + index, 310), max_tokens=440, extra_body={"min_tokens": 440})
+
+    with ThreadPoolExecutor(8) as pool:
+        for index, answer in enumerate(pool.map(one, range(16))):
+            workload.answers[f"long {index}"] = answer
+
+
+TAKES_ALL = {
+    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": "0",
+    "FD_USE_NEW_TOKEN_RATIO_RESERVE": "0",
+}
+"""FastDeploy starts what has room now, and preempts what has none later."""
+
+
+def test_preempted_requests_are_asked_for_in_the_store_again(release, tmp_path):
+    """No two prompts are alike: what is found was stored before its request was preempted."""
+    expected = expected_of(release, part=long_answers)
+    words = (*file_store(tmp_path / "kv"), *FEW_BLOCKS, "--swap-space", "0.001")
+    with serving(release, tmp_path / "server", *words, environment=TAKES_ALL) as (server, client):
+        workload = Workload(client)
+        long_answers(workload)
+        workload.assert_tokens_of(expected)
+        said = (server.logs / "fastdeploy.log").read_text(errors="replace")
+        assert "Preemption is triggered" in said
+        found = lambda: counts(server)["storage_found_blocks_total"]  # noqa: E731  published now and then
+        wait_until(found, lambda: f"stored blocks of preempted requests: {counts(server)}")
+
+
 def assert_tenants_never_meet(client, plain):
     """`plain` is the answer to `PROMPT`, which is cached."""
 
