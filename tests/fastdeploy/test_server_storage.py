@@ -7,6 +7,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import openai
 import psutil
@@ -18,6 +19,7 @@ from tests.storage.attention_store.stand_in import environment as sdk
 from tests.storage.attention_store.stand_in import num_stored, set_faults
 
 from .cpu_server import BLOCK_SIZE, NONE, ask, started, wait_until
+from .models import LATENT
 from .server_workload import Workload, expected_of, noise
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
@@ -115,6 +117,47 @@ def test_shared_store_outlives_servers_and_damage_costs_only_hits(release, tmp_p
             again = ask(client, PROMPT)
             assert (again.tokens, again.cached_tokens) == (first.tokens, cached)
         assert_tenants_never_meet(client, first)
+
+
+TWO = ("--tensor-parallel-size", "2")
+
+
+def test_ranks_of_a_latent_cache_store_each_block_once(release, tmp_path):
+    """One rank's bytes, which both get back."""
+    words = (*file_store(tmp_path / "kv"), *TWO)
+    with serving(release, tmp_path / "server", *words, model=LATENT) as (server, client):
+        computed = ask(client, PROMPT)
+        wait_stored(server, client, BLOCKS)
+        sizes = [file.num_bytes for file in stored_files(tmp_path / "kv")]
+        assert len(sizes) == BLOCKS
+        assert LATENT.block_bytes(ranks=2) < min(sizes) <= max(sizes) < 2 * LATENT.block_bytes(ranks=2)
+        assert found_again(server, client, PROMPT, computed) == CACHED
+
+
+def test_ranks_with_other_bytes_of_a_shared_part_are_told_apart(release, tmp_path):
+    """And store a part each, in place of wrong tokens."""
+    environment = {"PYTHONPATH": str(Path(__file__).parent / "shared_parts")}
+    words = (*file_store(tmp_path / "kv"), *TWO)
+    with serving(release, tmp_path / "server", *words, environment=environment) as (server, client):
+
+        def is_told():
+            ask(client, PROMPT, max_tokens=1)
+            return "ranks hold different bytes of a block" in (server.logs / "api_server.out").read_text()
+
+        wait_until(is_told, "a warning", 60.0)
+        computed = ask(client, OTHER)
+        wait_stored(server, client, BLOCKS)  # perhaps of `PROMPT`
+        wait_until(lambda: found_again(server, client, OTHER, computed) == CACHED, "what is stored now", 60.0)
+        assert len([*stored_files(tmp_path / "kv")]) >= 2 * BLOCKS
+
+
+def found_again(server, client, prompt, computed):
+    """Cached tokens, all from the store."""
+    server.control("pause")  # it empties both tiers
+    server.control("resume")
+    again = ask(client, prompt)
+    assert again.tokens == computed.tokens
+    return again.cached_tokens
 
 
 def rounds(workload):
