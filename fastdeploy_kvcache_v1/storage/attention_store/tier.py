@@ -44,7 +44,7 @@ class AttentionStoreTier(StorageTier):
 
     def seconds_to_next_deadline(self) -> float | None:
         left = (super().seconds_to_next_deadline(), self._device.seconds_left())
-        return min((seconds for seconds in left if seconds is not None), default=None)
+        return min((seconds for seconds in left if seconds is not None and seconds > 0), default=None)
 
     def _tell_namespace(self, namespace: Namespace) -> None:
         self._link.send(UseNamespace(namespace))

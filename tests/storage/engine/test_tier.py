@@ -977,6 +977,9 @@ def test_an_sdk_that_keeps_to_no_time_is_left_alone_until_it_answers(what, limit
     made.now = limit_s
     assert made.tier.is_left_alone
     assert made.tier.may_start("r"), "nobody waits for a silent store"
+    made.tier.request_left("r")
+    left = made.tier.seconds_to_next_deadline()
+    assert left == (None if what == "question" else HELD_S - limit_s), "what is past wakes nobody again and again"
     made.arrive("s", "xyz!")
     assert len(made.link.queries) == 1
     if what == "question":
