@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from tests.mutation.driver import PACKAGE, ROOT, Question, places_of
-from tests.mutation.run import verdicts_of
+from tests.mutation.driver import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -36,5 +35,10 @@ def test_below_its_floor_it_fails():
 
 
 def test_tests_that_all_start_processes_are_asked_nothing():
-    question = Question(places_of(PACKAGE / "forks.py"), ["tests/test_forks_processes.py"])
-    assert verdicts_of(question) == []
+    program = """
+from tests.mutation.driver import PACKAGE, Question, places_of
+from tests.mutation.run import verdicts_of
+print(verdicts_of(Question(places_of(PACKAGE / "forks.py"), ["tests/test_forks_processes.py"])))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "[]", done

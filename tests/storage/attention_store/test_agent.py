@@ -170,7 +170,8 @@ def test_blocks_reserved_in_an_earlier_device_tier_are_not_moved(machine):
 @pytest.mark.parametrize("fault", [{"hang": True}, {"error": "reset", "late_s": 0.3}])
 def test_memory_that_the_sdk_may_still_touch_stays_until_it_does_not(machine, monkeypatch, fault):
     monkeypatch.setattr(agent_module, "STOP_TIMEOUT_S", 0.05)
-    server = machine()
+    server, timers = machine(), queue.SimpleQueue()
+    monkeypatch.setattr(agent_module.threading, "Timer", lambda *call: timers.put(call) or Mock())
     (agent,) = server.agents
     server.breaks(read={"times": 1, **fault})
     server.link.send(server.loading(*BLOCKS, timeout=1.0))
@@ -185,10 +186,14 @@ def test_memory_that_the_sdk_may_still_touch_stays_until_it_does_not(machine, mo
     assert not agent.close()
     server.works()
     if "error" in fault:
-        late = [thread for thread in threading.enumerate() if thread.name == "late-bytes"]
-        late[0].join(LIMIT_S)  # the stand-in still writes: into memory that is there
+        for thread in threading.enumerate():
+            if thread.name == "late-bytes":  # the stand-in still writes: into memory that is there
+                thread.join(LIMIT_S)
         assert gone() is not None
+        _, answer = timers.get(timeout=LIMIT_S)
+        answer()
         assert server.answer().error is not None
+        del answer
     deadline = time.monotonic() + LIMIT_S
     while gone() is not None or not agent.close():
         assert time.monotonic() < deadline
