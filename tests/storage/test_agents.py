@@ -133,7 +133,9 @@ def test_without_memory_nothing_is_moved_and_all_is_answered(machine):
     server = machine()
     (agent,) = server.agents
     agent.let_go()
-    for done in (*server.load(*BLOCKS), *server.store(*BLOCKS)):
+    (loaded,), (stored,) = server.load(*BLOCKS), server.store(*BLOCKS)
+    assert (loaded.num_arrived, stored.num_written) == (0, 0)
+    for done in (loaded, stored):
         assert "has no memory" in done.error
 
 

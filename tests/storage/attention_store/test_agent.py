@@ -70,8 +70,8 @@ def test_the_index_learns_from_rank_0_what_is_there_even_while_writes_hang(machi
     [("load", 0, 2, 6), ("load", 0, 9, 1), ("store", 50, 2, 6), ("store", 0, 9, 1)],
 )
 def test_a_call_that_failed_is_answered_when_its_time_is_over(machine, monkeypatch, what, asks_s, moves_s, waits_s):
-    server, now, timers = machine(), [1000.0], queue.SimpleQueue()
-    monkeypatch.setattr(agent_module.threading, "Timer", lambda *call: timers.put(call) or Mock())
+    server, now, timers, timer = machine(), [1000.0], queue.SimpleQueue(), Mock()
+    monkeypatch.setattr(agent_module.threading, "Timer", lambda *call: timers.put(call) or timer)
     monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def takes(call, seconds):
@@ -96,6 +96,7 @@ def test_a_call_that_failed_is_answered_when_its_time_is_over(machine, monkeypat
     assert server.answers.empty()
     answer()
     assert "reset" in server.answer().error
+    assert timer.daemon is True, "a process that ends does not wait for it"
 
 
 def test_a_short_read_and_a_short_write_say_how_far_they_came(machine):

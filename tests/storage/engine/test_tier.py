@@ -735,6 +735,16 @@ def test_a_store_gets_at_most_four_times_the_tokens_of_a_long_prompt():
     assert sum(len(task.token_ids) for task in tasks) <= 4 * num_blocks
 
 
+def test_what_was_stored_before_a_reset_is_stored_again_after_it():
+    made = device(device=64)
+    for _ in range(2):
+        made.report(made.compute(LONG[:5]))
+        made.stored(made.stores[-1])
+        made.manager.reset_cache(new_weights=True)
+        made.tier.cache_reset()
+    assert len(made.stores) == 2
+
+
 def test_what_the_store_has_beyond_a_piece_is_not_stored_again():
     made = device(device=512)
     made.report(made.compute("".join(map(chr, range(201)))))
