@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.contract.messages import DeviceSlot, HostSlot
-from fastdeploy_kvcache_v1.errors import BlockPoolError, InvariantError
+from fastdeploy_kvcache_v1.errors import BlockPoolError
 from fastdeploy_kvcache_v1.scheduler.block_pool import BlockPool
 
 
@@ -38,44 +38,18 @@ def test_slots_are_ascending_and_last_freed_first_reused() -> None:
     assert pool.allocate(3) == [1, 2, 5]
 
 
-def test_more_slots_than_have_an_owner_are_not_freed() -> None:
-    pool = BlockPool[DeviceSlot]("device", 8)
-    slots = pool.allocate(3)
-    with pytest.raises(BlockPoolError, match="device pool: 4 slots are freed, 3 have an owner"):
-        pool.free([*slots, slots[0]])
-    assert pool.owned_slots() == {0, 1, 2}
-    pool.free(slots)
-    with pytest.raises(BlockPoolError):
-        pool.free(slots[:1])
-    pool.check()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [([5], "free list twice"), ([0, 0], "free list twice"), ([8], "out of range"), ([-1], "out of range")],
-)
-def test_slots_that_are_freed_wrongly_are_found_by_a_check(wrong: list[DeviceSlot], said: str) -> None:
+@pytest.mark.parametrize("wrong", [[5], [0, 0], [8], [0, 99], [-1], [-8], [1, 5]])
+def test_wrong_free_changes_nothing(wrong: list[int]) -> None:
     pool = BlockPool[DeviceSlot]("device", 8)
     pool.allocate(3)
-    pool.free(wrong)
-    with pytest.raises(InvariantError, match=said):
-        pool.check()
-
-
-def test_a_held_slot_stays_until_its_last_reader_releases_it() -> None:
-    pool = BlockPool[DeviceSlot]("device", 4)
-    slots = pool.allocate(3)
-    pool.hold(slots[:2])
-    pool.hold(slots[:1])
-    pool.free(slots)
-    assert (pool.num_free, pool.num_owned, pool.num_held) == (2, 0, 0)
-    with pytest.raises(AssertionError, match="has an owner"):
-        pool.hold(slots[:1])
-    pool.release_held(slots[:2])
-    assert pool.num_free == 3
-    pool.release_held(slots[:1])
-    assert pool.num_free == 4
+    with pytest.raises(BlockPoolError, match="device pool"):
+        pool.free(wrong)  # type: ignore[arg-type]
+    assert pool.num_free == 5
+    assert pool.owned_slots() == {0, 1, 2}
     pool.check()
+    pool.free([0, 1, 2])  # type: ignore[list-item]
+    with pytest.raises(BlockPoolError):
+        pool.free([0])  # type: ignore[list-item]
 
 
 def test_resize() -> None:

@@ -74,7 +74,8 @@ DAMAGES: dict[str, Callable[[CacheManager], object]] = {
     "device pool: a slot is on the free list twice": lambda cache: cache._device_pool._free.append(
         cache._device_pool._free[0]
     ),
-    "device pool: a slot out of range": lambda cache: cache._device_pool._free.append(99),
+    "device pool: slots both free and allocated": lambda cache: cache._device_pool._free.append(0),
+    "device pool: slots lost or out of range": lambda cache: cache._device_pool._free.pop(),
     "host pool: 1 slots leaked": lambda cache: cache._host_pool.allocate(1),
     # The tree
     "a run is not its parent's child": lambda cache: top(cache).cells.__setitem__(0, block("x")),

@@ -20,7 +20,7 @@ BROKEN = {
     # change: start of the search, method, old text, new text
     "only the leaf is pinned": ("computed", RadixTree.match, "for run in path:", "for run in path[-1:]:"),
     "a slot is evicted while a copy fills it": ("both grow", Residency._is_host_victim, "and run.open is None", ""),
-    "a reset forgets readers": ("stored", BlockPool.keep_only, "self._readers.keys() - kept", "set()"),
+    "a reset forgets readers": ("stored", BlockPool.keep_only, "in self._readers:\n        is", "in ():\n        is"),
     "a block is stored twice": ("walk", CopiedRun.take, "wanted.remove(slot)", "pass"),
     "a block on its way to the host is matched": (
         "evicted",

@@ -77,7 +77,7 @@ class AttentionStoreAgent:
         two of them. The SDK has no call that closes one.
         """
         self._first: SdkConnection | None = None
-        """What `connect` made, until the lanes have theirs."""
+        """What `connect` made, until the lanes use it or the namespace is another one."""
         self._reads = self._lane("load", self._read, lambda task, error: LoadDone(task.task_id, 0, error=error))
         self._writes = self._lane(
             "store",

@@ -233,7 +233,7 @@ class Fetches:
             self._tell(fetch)
 
     def load_failing(self, news: Failing) -> None:
-        """Nobody waits for the answer to this load."""
+        """From here on no request waits for the answer to this load."""
         piece = self._pieces[news.load_id]
         if piece.is_wanted and not piece.is_failing:
             self._load_breaker.failed(news.error)
