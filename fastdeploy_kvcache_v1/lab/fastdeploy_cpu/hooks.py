@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
@@ -88,12 +90,8 @@ def start_worker_service(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kw
         return subprocess.Popen(cpu_worker_command(command), **options)
 
     activation.require_complete(Where.ENGINE)
-    names = wrapped.__globals__
-    names["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": start})
-    try:
+    with _starting_by(start, wrapped.__globals__):
         return wrapped(*args, **kwargs)
-    finally:
-        names["subprocess"] = subprocess
 
 
 def start_servers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -103,9 +101,19 @@ def start_servers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
         python, _, _, *arguments = command
         return subprocess.Popen([python, "-u", "-m", LAUNCH, "api", *arguments], **options)
 
-    wrapped.__globals__["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": start})
     _, num_devices = _sizes(" ".join(kwargs["server_args"]))
-    return wrapped(*args, **{**kwargs, "device_count": num_devices})
+    with _starting_by(start, wrapped.__globals__):
+        return wrapped(*args, **{**kwargs, "device_count": num_devices})
+
+
+@contextmanager
+def _starting_by(start: Callable[..., subprocess.Popen[bytes]], names: dict[str, Any]) -> Iterator[None]:
+    """Meanwhile the module with these `names` starts processes by `start`."""
+    names["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    try:
+        yield
+    finally:
+        names["subprocess"] = subprocess
 
 
 def read_tokens(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
