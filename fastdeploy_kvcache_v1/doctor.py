@@ -55,7 +55,8 @@ CHECKS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from .storage.registry import known_names
+    from .contract.flags import add_flags
+    from .storage.registry import known_names, own_flags
 
     parser.epilog = (
         "Exit status: 0 if FastDeploy can serve through this package (with --source: if that tree can be patched), "
@@ -94,6 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"also check these servers with --role {role} (FastDeploy: their log directory's kvcache_role.json)",
         )
     parser.add_argument("--peer-secret-file", type=Path, metavar="FILE", help="the secret of these servers")
+    for flags in own_flags().values():
+        add_flags(parser, flags, with_defaults=True)
 
 
 def run(args: argparse.Namespace) -> int:

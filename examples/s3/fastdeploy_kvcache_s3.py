@@ -1,12 +1,11 @@
 """Blocks of the KV cache on an S3 server: `--kvcache-storage-backend s3`, an example of a store of your own.
 
-The bucket is in KVCACHE_S3_BUCKET and must exist; endpoint and keys are in boto3's own variables and files, such as
+The bucket, `--kvcache-s3-bucket`, must exist; endpoint and keys are in boto3's own variables and files, such as
 AWS_ENDPOINT_URL_S3. A block is an object named `NAMESPACE/KEY`. S3 evicts nothing: give the bucket a lifecycle rule.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -14,8 +13,9 @@ from typing import Any, TypeVar
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage.base import StorageBackend, StoreKey
 from fastdeploy_kvcache_v1.storage.namespace import Namespace
-from fastdeploy_kvcache_v1.storage.registry import Chosen, StoreKind
+from fastdeploy_kvcache_v1.storage.registry import Chosen, StoreKind, store_flag
 
+BUCKET = store_flag("kvcache_s3_bucket", "bucket of the s3 store", unit="BUCKET")
 CONNECTIONS = 16
 MOST_REMOVED = 1000
 """Objects that S3 deletes by one request."""
@@ -28,10 +28,10 @@ class S3Backend(StorageBackend):
 
     name = "s3"
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, bucket: str, namespace: Namespace) -> None:
         """Connects at the first call. Raises `ConfigError`."""
         self.namespace_digest = namespace.digest
-        self._client, self._bucket = _connect()
+        self._client, self._bucket = _connect(), bucket
         self._threads = ThreadPoolExecutor(CONNECTIONS, "kv-s3")
 
     def count_stored(self, keys: Sequence[StoreKey]) -> int:
@@ -94,9 +94,7 @@ def _num_leading(are_there: Sequence[bool]) -> int:
     return next((number for number, is_there in enumerate(are_there) if not is_there), len(are_there))
 
 
-def _connect() -> tuple[Any, str]:
-    if not (bucket := os.environ.get("KVCACHE_S3_BUCKET")):
-        raise ConfigError("the store s3 got no bucket, expected its name in KVCACHE_S3_BUCKET: set the variable")
+def _connect() -> Any:
     try:
         import boto3
         from botocore.config import Config
@@ -105,10 +103,9 @@ def _connect() -> tuple[Any, str]:
         raise ConfigError(f"the store s3 needs a package ({error}): pip install boto3") from None
     deadlines = Config(connect_timeout=2, read_timeout=5, retries={"total_max_attempts": 2})
     try:
-        client = boto3.session.Session().client("s3", config=deadlines.merge(Config(max_pool_connections=CONNECTIONS)))
+        return boto3.session.Session().client("s3", config=deadlines.merge(Config(max_pool_connections=CONNECTIONS)))
     except BotoCoreError as error:
         raise ConfigError(f"the store s3 cannot be used: {error}") from error
-    return client, bucket
 
 
 def _asked(ask: Callable[[], Any], *, missing: bool = False) -> Any:
@@ -126,14 +123,21 @@ def _asked(ask: Callable[[], Any], *, missing: bool = False) -> Any:
 
 
 def _check(chosen: Chosen, namespace: Namespace | None) -> None:
-    client, bucket = _connect()
+    if not (bucket := chosen.options[BUCKET.name]):
+        raise ConfigError(f"the store s3 got no bucket, expected its name: give {BUCKET.option}")
+    client = _connect()
     try:
         if _asked(lambda: client.head_bucket(Bucket=bucket), missing=True) is None:
-            raise ConfigError(f"the store s3 has no bucket {bucket!r}: create it, or change KVCACHE_S3_BUCKET")
+            raise ConfigError(f"the store s3 has no bucket {bucket!r}: create it, or change {BUCKET.option}")
     finally:
         client.close()
 
 
 STORE = StoreKind(
-    "s3", open=lambda chosen, namespace: S3Backend(namespace), check=_check, module="boto3", load_threads=1
+    "s3",
+    open=lambda chosen, namespace: S3Backend(chosen.options[BUCKET.name], namespace),
+    check=_check,
+    flags=[BUCKET],
+    module="boto3",
+    load_threads=1,
 )

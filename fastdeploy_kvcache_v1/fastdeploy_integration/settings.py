@@ -13,7 +13,7 @@ from ..config import KVCacheConfig, WritePolicy
 from ..contract.flags import CACHE_FLAGS, SWAP_SPACE, WRITE_POLICY
 from ..errors import ConfigError
 from ..scheduler.policies.eviction import EVICTION_POLICY
-from ..storage.registry import store_kind
+from ..storage.registry import own_flags, store_kind
 from ..storage.settings import STORAGE_FLAGS, StorageSettings
 
 ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FLAGS) if flag.fastdeploy == "added")
@@ -80,5 +80,10 @@ def without_effect(cache: Any) -> list[str]:
         (given.get("kvcache_storage_gib"), not has_directory, "only the file store has a limit"),
         (given.get("kvcache_storage_write_gib_per_day"), not has_directory, "only the file store has a budget"),
         (given.get("storage_prefetch"), not store, "there is no store (--kvcache-storage-backend)"),
+        *(
+            (given.get(flag.name), store != name, f"only the {name} store has it")
+            for name, flags in own_flags().items()
+            for flag in flags
+        ),
     )
     return [f"{flag} has no effect: {reason}" for flag, applies, reason in checks if flag and applies]

@@ -32,6 +32,7 @@ __all__ = [
     "test_namespaces_never_meet",
     "test_values_come_back_as_far_as_they_are_stored",
     "test_values_that_are_touched_stay",
+    "test_what_is_damaged_is_a_miss_and_is_stored_again",
     "test_what_is_removed_is_a_miss_even_while_it_is_in_use",
 ]
 
@@ -170,6 +171,14 @@ def test_what_is_removed_is_a_miss_even_while_it_is_in_use(open_store: Open) -> 
     backend.remove(keys(1, 3))
     assert [got(other, number) for number in (1, 2)] == [0, 1]
     assert put(backend, 1) == 1
+
+
+def test_what_is_damaged_is_a_miss_and_is_stored_again(open_store: Open) -> None:
+    backend = open_store()
+    put(backend, 1, 2)
+    backend.remove_damaged(keys(1, 3))
+    assert [got(backend, number) for number in (1, 2)] == [0, 1]
+    assert (put(backend, 1, 2), got(backend, 1, 2)) == (1, 2)
 
 
 def test_values_that_are_touched_stay(open_store: Open) -> None:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..config import one_of
+from ..contract.flags import Flag
 from ..errors import ConfigError
 from .base import StorageBackend
 from .namespace import Namespace
 
-__all__ = ["GROUP", "OURS", "Chosen", "RoundTrip", "StoreKind", "known_names", "store_kind"]
+__all__ = ["GROUP", "OURS", "Chosen", "RoundTrip", "StoreKind", "known_names", "own_flags", "store_flag", "store_kind"]
 
 GROUP = "fastdeploy_kvcache_v1.storage"
 OURS = ("file", "mooncake", "attention_store")
 """Folders here, each with a `description.py`, in the order of help texts."""
+
+store_flag = functools.partial(Flag, group="storage", fastdeploy="added")
+"""Declares a flag of stores."""
 
 
 class Chosen(Protocol):
@@ -37,6 +42,8 @@ class Chosen(Protocol):
     def write_bytes_per_day(self) -> int | None: ...
     @property
     def flush_only(self) -> bool: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
 
 
 class RoundTrip(NamedTuple):
@@ -63,6 +70,10 @@ class StoreKind:
     """What `doctor` tries. None: whether values come back through `open`. Raises as `open`."""
     measures: str = ""
     """What `doctor` adds to the rates."""
+    flags: Sequence[Flag] = ()
+    """Its own, for every command that names stores: made by `store_flag`, of the names `kvcache_NAME_...`, of type str,
+    int, float or bool. `Chosen.options` has their values by name.
+    """
     module: str | None = None
     """The Python module that it needs."""
     libraries: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +108,20 @@ def store_kind(name: str) -> StoreKind:
             raise ConfigError(f"cannot load the store {name} ({_added()[name].value}): {error!r}") from error
     if not isinstance(kind, StoreKind) or kind.name != name:
         raise ConfigError(f"the entry point {name} of {GROUP} must be a StoreKind of that name, got {kind!r}")
+    begin = f"kvcache_{name}_".replace("-", "_")
+    for flag in kind.flags:
+        if not flag.name.startswith(begin):
+            raise ConfigError(f"the store {name} has the flag {flag.option}, expected a name that begins with {begin}")
     return kind
+
+
+def own_flags() -> dict[str, Sequence[Flag]]:
+    """Of each added store. A store that cannot be loaded has none: `store_kind` says why, to who chooses it."""
+    flags = {}
+    for name in _added():
+        with suppress(ConfigError):
+            flags[name] = store_kind(name).flags
+    return flags
 
 
 @functools.cache

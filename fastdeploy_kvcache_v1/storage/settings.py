@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import enum
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config import GIB, one_of
-from ..contract.flags import Flag
 from ..errors import ConfigError
-from .registry import StoreKind, known_names, store_kind
+from .registry import StoreKind, known_names, own_flags, store_flag, store_kind
 
 __all__ = ["STORAGE_FLAGS", "Prefetch", "StorageSettings"]
 
@@ -48,6 +48,8 @@ class StorageSettings:
     """Into that directory, by all who share it. None: as many as there are."""
     flush_only: bool = False
     """Of the `attention_store`: no block is loaded or stored, only its index is told what this server has."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the store's own flags, see `StoreKind.flags`."""
     prefetch: Prefetch = Prefetch.TIMEOUT
     min_tokens: int = 256
     """A shorter stored prefix is computed instead: asking and waiting cost more."""
@@ -69,6 +71,7 @@ class StorageSettings:
             write_bytes_per_day=None if written_gib is None else int(written_gib * GIB),
             prefetch=values.storage_prefetch,
             flush_only=store_kind(backend).has_index and _is_set("FD_AS_ONLY_FLUSH"),
+            options={flag.name: getattr(values, flag.name) for flag in store_kind(backend).flags},
         )
 
     @property
@@ -103,11 +106,10 @@ def _is_set(variable: str) -> bool:
     return text == "1"
 
 
-_storage = partial(Flag, group="storage", fastdeploy="added")
-_gib = partial(_storage, type=float, unit="GIB", above=0)
+_gib = partial(store_flag, type=float, unit="GIB", above=0)
 
 STORAGE_FLAGS = (
-    _storage(
+    store_flag(
         "kvcache_storage_backend",
         "store for blocks, shared with other servers and kept over restarts",
         otherwise="none",
@@ -115,14 +117,15 @@ STORAGE_FLAGS = (
         choices=known_names(),
         fastdeploy="yes",
     ),
-    _storage("kvcache_storage_dir", "directory of the file backend, created if missing", unit="DIR"),
+    store_flag("kvcache_storage_dir", "directory of the file backend, created if missing", unit="DIR"),
     _gib("kvcache_storage_gib", "largest size of that directory in GiB", default=StorageSettings.capacity_bytes / GIB),
     _gib("kvcache_storage_write_gib_per_day", "most GiB that its servers write into it a day", otherwise="no limit"),
-    _storage(
+    store_flag(
         "storage_prefetch",
         "how long a request waits for a stored prefix",
         default=StorageSettings.prefetch.value,
         unit="POLICY",
         choices=Prefetch,
     ),
+    *(flag for flags in own_flags().values() for flag in flags),
 )

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,17 +28,21 @@ def endpoint():
 
 
 @pytest.fixture
-def s3(endpoint, monkeypatch, request):
+def bucket(request):
+    return f"kv-{abs(hash(request.node.name))}"
+
+
+@pytest.fixture
+def s3(endpoint, monkeypatch, bucket):
     """The module of the example, and an empty bucket."""
     for name, value in {
         "AWS_ENDPOINT_URL_S3": endpoint,
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "KVCACHE_S3_BUCKET": f"kv-{abs(hash(request.node.name))}",
     }.items():
         monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket=os.environ["KVCACHE_S3_BUCKET"])
+    boto3.client("s3").create_bucket(Bucket=bucket)
     monkeypatch.syspath_prepend(EXAMPLE)
     import fastdeploy_kvcache_s3
 
@@ -45,9 +50,9 @@ def s3(endpoint, monkeypatch, request):
 
 
 @pytest.fixture
-def open_store(s3, request):
+def open_store(s3, bucket, request):
     def open_one(**changes):
-        backend = s3.S3Backend(namespace(**changes))
+        backend = s3.S3Backend(bucket, namespace(**changes))
         request.addfinalizer(lambda: (backend.close(), backend.close()))
         return backend
 
@@ -66,29 +71,31 @@ def test_more_values_are_removed_than_s3_takes_at_once(s3, open_store, monkeypat
     assert backend.count_stored(keys(0)) == 0
 
 
-def test_what_does_not_work_is_one_line(s3, open_store, monkeypatch):
-    s3.STORE.check(None, None)
-    monkeypatch.setenv("KVCACHE_S3_BUCKET", "missing")
+def test_what_does_not_work_is_one_line(s3, bucket, monkeypatch):
+    def check(bucket):
+        s3.STORE.check(SimpleNamespace(options={"kvcache_s3_bucket": bucket}), None)
+
+    check(bucket)
     with pytest.raises(ConfigError, match="the store s3 has no bucket 'missing': create it"):
-        s3.STORE.check(None, None)
+        check("missing")
     with pytest.raises(StorageError, match=r"s3 refuses: .*NoSuchBucket"):
-        put(s3.S3Backend(namespace()), 1)
+        put(s3.S3Backend("missing", namespace()), 1)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match=r"s3 does not answer: .*127\.0\.0\.1:9"):
-        s3.STORE.check(None, None)
-    monkeypatch.delenv("KVCACHE_S3_BUCKET")
-    with pytest.raises(ConfigError, match="KVCACHE_S3_BUCKET: set the variable"):
-        s3.STORE.check(None, None)
+        check(bucket)
+    with pytest.raises(ConfigError, match="expected its name: give --kvcache-s3-bucket"):
+        check(None)
 
 
 @pytest.mark.process
-def test_installed_example_is_a_store_that_doctor_tries(s3, tmp_path):
+def test_installed_example_is_a_store_that_doctor_tries(s3, bucket, tmp_path):
     copy = shutil.copytree(EXAMPLE, tmp_path / "source")
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(site), str(copy)], check=True)
     path = os.pathsep.join([str(site), *(each for each in sys.path if each and each != str(EXAMPLE))])
-    doctor = [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "doctor", "--kvcache-storage-backend", "s3"]
+    doctor = [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "doctor"]
+    doctor += ["--kvcache-storage-backend", "s3", "--kvcache-s3-bucket", bucket]
     told = subprocess.run(doctor, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
     lines = [line.strip() for line in told.stdout.splitlines() if " storage s3" in line]
     assert any("boto3 importable" in line for line in lines), told

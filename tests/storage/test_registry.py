@@ -1,28 +1,38 @@
 """Which stores can be named: ours, and those of installed packages."""
 
+import os
+import subprocess
 import sys
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.storage import registry
 from fastdeploy_kvcache_v1.storage.backends import check_settings
-from fastdeploy_kvcache_v1.storage.registry import GROUP, OURS, known_names, store_kind
-from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.storage.registry import GROUP, OURS, known_names, own_flags, store_kind
+from fastdeploy_kvcache_v1.storage.settings import STORAGE_FLAGS, StorageSettings
 from tests.storage.values import got, namespace, put
 
 PACKAGE = """
 from pathlib import Path
 
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from fastdeploy_kvcache_v1.storage.registry import StoreKind
+from fastdeploy_kvcache_v1.storage.registry import StoreKind, store_flag
 
 checked = []
 
 def open_it(chosen, namespace):
     return FileBackend(Path({directory!r}), namespace, capacity_bytes=chosen.capacity_bytes)
 
-STORE = StoreKind("mine", open=open_it, check=lambda chosen, namespace: checked.append(namespace))
+def check_it(chosen, namespace):
+    checked.append(namespace)
+    print("checked with", dict(chosen.options))
+
+ROOM = store_flag("kvcache_mine_room", "rooms of the store", int, 3, least=1)
+STORE = StoreKind("mine", open=open_it, check=check_it, flags=[ROOM, store_flag("kvcache_mine_key", "its key")])
+WRONG = StoreKind("mine", open=open_it, check=print, flags=[store_flag("swap_space", "more")])
 OTHER = StoreKind("other", open=open_it, check=print)
 """
 
@@ -77,6 +87,7 @@ def test_store_of_an_installed_package_is_named_checked_and_opened(install):
         ({"mine": "MISSING"}, r"cannot load the store mine \(my_store:MISSING\): AttributeError"),
         ({"mine": "OTHER"}, "the entry point mine of fastdeploy_kvcache_v1.storage must be a StoreKind of that name"),
         ({"mine": "checked"}, r"must be a StoreKind of that name, got \[\]"),
+        ({"mine": "WRONG"}, "the store mine has the flag --swap-space, expected a name that begins with kvcache_mine_"),
         ({}, "--kvcache-storage-backend must be one of file, mooncake, attention_store, got 'mine'"),
     ],
 )
@@ -84,9 +95,39 @@ def test_store_that_cannot_be_loaded_is_refused_in_one_line(install, points, lin
     install(**points)
     with pytest.raises(ConfigError, match=line):
         StorageSettings("mine")
+    assert own_flags() == {}
 
 
 def test_package_cannot_take_the_name_of_a_store_of_ours(install):
     install(file="OTHER")
     assert known_names() == list(OURS)
     assert store_kind("file").has_directory
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("words", "status", "line"),
+    [
+        ("doctor --kvcache-storage-backend mine --kvcache-mine-room 5", None, "'kvcache_mine_room': 5"),
+        ("doctor --kvcache-storage-backend mine", None, "{'kvcache_mine_room': 3, 'kvcache_mine_key': None}"),
+        ("doctor --kvcache-storage-backend mine --kvcache-mine-room 0", 1, "--kvcache-mine-room must be a whole"),
+        ("serve --kvcache-mine-room 5", 2, "--kvcache-mine-room needs --kvcache-storage-backend mine"),
+        ("serve --help", 0, "rooms of the store (default: 3)"),
+    ],
+)
+def test_commands_have_the_flags_of_an_installed_store(install, tmp_path, words, status, line):
+    install(mine="STORE")
+    command = [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", *words.split()]
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    assert line in told.stdout + told.stderr, told
+    assert status in (None, told.returncode)
+
+
+def test_flags_of_a_store_reach_it_and_the_process_that_serves_it(install):
+    install(mine="STORE")
+    values = {"kvcache_mine_room": 5, "kvcache_mine_key": "k"}
+    given = {flag.name: flag.default for flag in STORAGE_FLAGS} | values | {"kvcache_storage_backend": "mine"}
+    settings = StorageSettings.of_flags(SimpleNamespace(**given))
+    assert settings.options == values
+    assert StorageSettings(**msgspec.to_builtins(settings, enc_hook=str)) == settings
