@@ -63,8 +63,9 @@ MODEL = ("--model", sized("smollm2", "random"))
 class Run:
     """One start of a benchmark: its options, and the state of tree and machine at that time."""
 
-    def __init__(self, name: str, options: argparse.Namespace, command: str) -> None:
+    def __init__(self, name: str, options: argparse.Namespace, command: str, *, is_timed: bool = True) -> None:
         self.name = name
+        self._is_timed = is_timed
         self.options = options
         self._command = command
         self._commit, self._changes = git("rev-parse", "HEAD"), changed_files()
@@ -77,7 +78,7 @@ class Run:
         if self._changes:
             changes = ", ".join(self._changes[:3])
             return f"the tree has uncommitted changes ({changes}): commit or stash them, {otherwise}"
-        if self._load > MOST_LOAD:
+        if self._is_timed and self._load > MOST_LOAD:
             return f"the load average is {self._load:.2f}, expected at most {MOST_LOAD:g}: wait, {otherwise}"
         return None
 
@@ -90,7 +91,7 @@ class Run:
             "commit": self._commit,
             "clean": None if self._changes is None else not self._changes,
             "machine": machine(),
-            "load": {"before": self._load, "after": os.getloadavg()[0]},
+            "load": {"before": self._load, "after": os.getloadavg()[0]} if self._is_timed else None,
             **measured,
         }
         text = json.dumps(rounded(result), indent=2) + "\n"
@@ -130,7 +131,9 @@ def begin(
         options.results = RESULTS
     if trace and not any(word.startswith("--trace") for word in sys.argv):
         variables = [*variables, TRACE_VARIABLE]
-    run = Run(program.stem, options, typed(program.stem, variables))
+    from programs import PROGRAMS  # which imports this module
+
+    run = Run(program.stem, options, typed(program.stem, variables), is_timed=PROGRAMS[program.stem].is_timed)
     if run.refusal and not (options.anyway or QUICK):
         sys.exit(f"error: {run.refusal}")
     return run

@@ -42,6 +42,9 @@ class Program(NamedTuple):
     needs: str = ""
     """What a plain checkout lacks. `./scripts/bench` without a name leaves such programs out."""
 
+    is_timed: bool = True
+    """If not, its figures depend on no load."""
+
     keeps: bool = True
     """Whether it writes a result."""
 
@@ -88,11 +91,11 @@ PROGRAMS = {
         ),
         Program(
             "policies", "Policies: shares of tokens that hit", 25, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
-            TRACE,
+            TRACE, is_timed=False,
         ),
         Program(
             "hits", "Hits by what clients tell", 12, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
-            f"{TRACE} [--agents FILE...] [--only PART]",
+            f"{TRACE} [--agents FILE...] [--only PART]", is_timed=False,
         ),
         Program("eviction_time", "Cost of adaptive eviction", 3, ALONE, (*SCHEDULER, "lab/traffic.py"), TRACE),
         Program("growth", "Growth", 3, ALONE, SCHEDULER),
@@ -123,7 +126,10 @@ PROGRAMS = {
         ),
         Program("storage", "Stores on disk", 2, STORES, STORE, "[DIRECTORY]"),
         Program("storage_large", "A large directory", 2, STORES, STORE, "[DIRECTORY]"),
-        Program("stored_hits", "What to store", 1, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"), TRACE),
+        Program(
+            "stored_hits", "What to store", 1, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"), TRACE,
+            is_timed=False,
+        ),
         Program("storage_server", "Storage behind a server", 4, CPU_WORKER, (*SERVER, "storage")),
         Program("load_or_compute_stored", "Load or compute", 25, CPU_WORKER, (*SERVER, "storage")),
         Program("storage_mooncake", "Mooncake store", 1, STORES, STORE, needs="Mooncake's libraries"),
@@ -155,10 +161,12 @@ def age(program: Program, result: dict[str, Any], until: str = "HEAD") -> str:
 
 def other_marks(result: dict[str, Any]) -> list[str]:
     """Marks that do not depend on git: the state of tree and machine when the result was measured."""
-    before, after = result["load"]["before"], result["load"]["after"]
     marks = []
     if result["clean"] is not True:
         marks.append("dirty tree" if result["clean"] is False else "unknown whether the tree was clean")
+    if result["load"] is None:
+        return marks
+    before, after = result["load"]["before"], result["load"]["after"]
     if before is None and after is None:
         marks.append("unknown load")
     elif before > MOST_LOAD if before is not None else after > result["machine"]["cores"]:

@@ -50,13 +50,15 @@ def main() -> int:
     if not names and (unknown := [word for word in words if word not in ("--quick", "--anyway")]):
         print(f"error: no benchmark named {unknown[0]}: ./scripts/bench --list names them", file=sys.stderr)
         return 2
+    names = names or [each.name for each in PROGRAMS.values() if not each.needs]
     hasty = {"--quick", "--anyway", "--help", "-h"} & set(options)
-    if not hasty and (refusal := Run("", argparse.Namespace(), "").refusal):
+    is_timed = any(PROGRAMS[name].is_timed for name in names)
+    if not hasty and (refusal := Run("", argparse.Namespace(), "", is_timed=is_timed).refusal):
         print(f"error: {refusal}", file=sys.stderr)
         return 1
     failed = []
-    for number, name in enumerate(names or [each.name for each in PROGRAMS.values() if not each.needs]):
-        if number and not hasty:
+    for number, name in enumerate(names):
+        if number and PROGRAMS[name].is_timed and not hasty:
             wait_for_idle()
         print(f"==> {name}", file=sys.stderr)
         if subprocess.run([sys.executable, PROGRAMS[name].file, *options], cwd=ROOT).returncode:

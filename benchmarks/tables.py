@@ -87,7 +87,9 @@ def machine_text(machine: dict[str, Any] | None) -> str:
     return f"{machine['cpu']}, {machine['cores']} cores, {memory}, Python {machine['python']}, {machine['system']}"
 
 
-def load_text(load: dict[str, float | None]) -> str:
+def load_text(load: dict[str, float | None] | None) -> str:
+    if load is None:
+        return "any, for nothing is timed"
     return ", ".join(f"{'unknown' if value is None else f'{value:.2f}'} {name}" for name, value in load.items())
 
 

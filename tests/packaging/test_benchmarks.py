@@ -133,10 +133,10 @@ class Machine:
         monkeypatch.setattr(_support.os, "getloadavg", lambda: (self.load, 0, 0))
         monkeypatch.setattr(_support, "QUICK", False)
         monkeypatch.setattr(_support, "RESULTS", tmp_path)
-        self._argv = lambda *words: monkeypatch.setattr(sys, "argv", [str(FOLDER / "hashing.py"), *words])
+        self._argv = lambda name, *words: monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{name}.py"), *words])
 
-    def begin(self, *words):
-        self._argv(*words)
+    def begin(self, *words, program="hashing"):
+        self._argv(program, *words)
         return _support.begin()
 
 
@@ -155,6 +155,13 @@ def test_a_busy_machine_is_refused_with_the_remedy(machine):
     machine.load = 1.01
     with pytest.raises(SystemExit, match=r"^error: the load average is 1.01, expected at most 1: wait, .* --anyway"):
         machine.begin()
+
+
+def test_a_busy_machine_runs_what_times_nothing(machine, tmp_path):
+    machine.load = 3.0
+    machine.begin(program="hits").save({})
+    result = json.loads((tmp_path / "hits.json").read_text())
+    assert (result["load"], programs.other_marks(result)) == (None, [])
 
 
 def test_anyway_runs_and_its_result_is_marked(machine, tmp_path):
