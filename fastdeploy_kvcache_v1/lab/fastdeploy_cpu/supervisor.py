@@ -187,8 +187,7 @@ def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
         if time.monotonic() - last_look < HEALTH_INTERVAL_S:
             continue
         last_look = time.monotonic()
-        is_well = _is_healthy(settings) or _are_weights_cleared(settings)
-        sick_looks = 0 if is_well else sick_looks + 1
+        sick_looks = 0 if _is_well(settings) else sick_looks + 1
         if sick_looks * HEALTH_INTERVAL_S > UNHEALTHY_S:
             return f"FastDeploy's server has not been healthy for {UNHEALTHY_S:g} s"
     return f"FastDeploy's server ended (status {server.returncode})"
@@ -196,6 +195,12 @@ def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
 
 def _is_healthy(settings: Settings) -> bool:
     return all(_answers(settings.host, port) for port in settings.ports)
+
+
+def _is_well(settings: Settings) -> bool:
+    """FastDeploy's legacy API clears the weights of an engine, which counts as unhealthy until they are back."""
+    engines = zip(settings.ports, settings.queue_ports, strict=True)
+    return all(_answers(settings.host, port) or _are_weights_cleared(queue_port) for port, queue_port in engines)
 
 
 def _answers(host: str, port: int) -> bool:
@@ -209,10 +214,9 @@ def _answers(host: str, port: int) -> bool:
         connection.close()
 
 
-def _are_weights_cleared(settings: Settings) -> bool:
-    """FastDeploy's legacy API cleared the weights, which counts as unhealthy until they are back."""
+def _are_weights_cleared(queue_port: int) -> bool:
     try:
-        status = (SHARED_MEMORY / f"model_weights_status.{settings.queue_ports[0]}").read_bytes()
+        status = (SHARED_MEMORY / f"model_weights_status.{queue_port}").read_bytes()
     except OSError:
         return False
     return int.from_bytes(status[:4], sys.byteorder, signed=True) == WEIGHTS_CLEARED

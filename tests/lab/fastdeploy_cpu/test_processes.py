@@ -357,9 +357,15 @@ def test_a_server_without_weights_is_not_ended(tmp_path, monkeypatch, clock, sta
     if status is not None:
         (tmp_path / "model_weights_status.4711").write_bytes(np.array([status, 99], dtype=np.int32).tobytes())
     looks = []
-    monkeypatch.setattr(supervisor, "_is_healthy", lambda settings: looks.append(clock.now) or is_well)
-    assert reason in supervisor._watch(SimpleNamespace(queue_ports=(4711,)), Server(looks=1000))
-    assert looks[:2] == [5.0, 10.0]
+
+    def answers(host, port):
+        looks.append((port, clock.now))
+        return port == 1 or is_well
+
+    monkeypatch.setattr(supervisor, "_answers", answers)
+    engines = SimpleNamespace(host="h", ports=(1, 2), queue_ports=(4710, 4711))
+    assert reason in supervisor._watch(engines, Server(looks=1000))
+    assert looks[:4] == [(1, 5.0), (2, 5.0), (1, 10.0), (2, 10.0)]
 
 
 @pytest.mark.parametrize(
@@ -379,8 +385,8 @@ def test_every_look_for_a_minute_says_that_the_server_is_not_healthy(monkeypatch
             clock.now += 3600
         return not sick(len(looks), clock)
 
-    monkeypatch.setattr(supervisor, "_is_healthy", is_healthy)
-    told = supervisor._watch(SimpleNamespace(queue_ports=(0,)), Server(looks=700))
+    monkeypatch.setattr(supervisor, "_is_well", is_healthy)
+    told = supervisor._watch(SimpleNamespace(), Server(looks=700))
     assert ("not been healthy" in told) == ends
     assert len(looks) == 14 or not ends
 
