@@ -113,7 +113,7 @@ class EngineLink:
                     continue
                 outbox = connected.peer.outbox
                 outbox.put(body)
-                outbox.flush(connected.peer.socket)
+                connected.peer.flush()
                 waits = waits or bool(outbox) or outbox.is_overfull
         if waits:
             self._waker.wake()
@@ -214,7 +214,7 @@ class EngineLink:
         connected.rank, connected.pid = hello.rank, hello.pid
         with self._lock:
             connected.peer.outbox.put(encode(Welcome(self._word)))
-            connected.peer.outbox.flush(connected.peer.socket)
+            connected.peer.flush()
             self._ranks[hello.rank] = connected
         self._deliver(hello.rank, hello)
 
@@ -228,7 +228,7 @@ class EngineLink:
         with self._lock:
             outbox = connected.peer.outbox
             is_overfull = outbox.is_overfull
-            outbox.flush(connected.peer.socket)
+            connected.peer.flush()
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outbox else 0)
         if is_overfull:
             self._drop(connected, "it does not read what it is sent")

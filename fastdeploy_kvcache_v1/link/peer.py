@@ -24,6 +24,20 @@ MAX_FILES = 2
 """Descriptors that arrive in one read: the kernel ends a read behind each message that brings some."""
 
 
+def unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def inherited_socket(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=descriptor)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of one connection, closed in forked children. Call while `opening`."""
+    one, other = map(closed_in_children, socket.socketpair())
+    return one, other
+
+
 class Outbox:
     """Frames that wait for room in a socket. Not thread-safe."""
 
@@ -88,6 +102,9 @@ class Peer:
         self._arrived = bytearray()
         self._files: deque[FileIO] = deque()
 
+    def flush(self) -> None:
+        self.outbox.flush(self.socket)
+
     def receive(self) -> None:
         """Take what has arrived. Raises `EOFError` at the end, `ValueError` for descriptors without a message."""
         try:
@@ -140,7 +157,7 @@ class Waker:
 
     def __init__(self) -> None:
         with opening:
-            self.receiver, self._sender = map(closed_in_children, socket.socketpair())
+            self.receiver, self._sender = socket_pair()
         self.receiver.setblocking(False)
         self._sender.setblocking(False)
 

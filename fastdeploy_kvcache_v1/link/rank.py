@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from ..contract.messages import WorkerReport
 from .messages import Hello, MessageTypes, Welcome, encode
-from .peer import Outbox, Peer, Waker
+from .peer import Outbox, Peer, Waker, unix_socket
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +91,10 @@ class RankLink:
         """Under the lock."""
         if self._peer is None:
             return
-        self._outbox.flush(self._peer.socket)
+        self._peer.flush()
         if self._report is not None and not self._outbox:
             self._outbox.put(encode(self._report))
-            self._outbox.flush(self._peer.socket)
+            self._peer.flush()
             self._report = None
 
     def _end(self) -> bool:
@@ -115,7 +114,7 @@ class RankLink:
         pause = FIRST_PAUSE_S
         while not self._is_over.wait(pause):
             pause = min(2 * pause, LONGEST_PAUSE_S)
-            peer = Peer(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), self._types.to_rank)
+            peer = Peer(unix_socket, self._types.to_rank)
             try:
                 peer.socket.connect(os.fspath(self._path))
                 self._meet(peer)
@@ -136,7 +135,7 @@ class RankLink:
         peer.outbox.put(encode(self._hello))
         deadline = time.monotonic() + WELCOME_S
         while not self._is_over.is_set():
-            peer.outbox.flush(peer.socket)
+            peer.flush()
             for message in peer.messages():
                 if not isinstance(message, Welcome) or message.word != self._hello.word:
                     raise ValueError(f"got {message}, expected its Welcome")

@@ -17,7 +17,6 @@ import os
 import queue
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ import xxhash
 from ..contract.messages import BlockHash
 from ..errors import KVCacheError, StorageError
 from ..link.messages import decoders_of, encode
-from ..link.peer import Peer
+from ..link.peer import Peer, inherited_socket
 from .base import SlotMemory, StorageBackend, StorageFullError, StoreKey
 from .messages import (
     Ending,
@@ -183,7 +182,7 @@ class Server:
             self._engine.outbox.put(encode(message))
             while self._engine.outbox:
                 select.select([], [self._engine.socket], [])
-                self._engine.outbox.flush(self._engine.socket)
+                self._engine.flush()
 
     def end(self, error: Exception) -> None:
         """End the process, with every byte that moves. Does not return."""
@@ -300,7 +299,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # of the thread that started this process
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s store process: %(message)s")
     types = (Start, UseNamespace, QueryBlocks, LoadBlocks, StoreBlocks, TouchBlocks)
-    engine = Peer(lambda: socket.socket(fileno=int(sys.argv[1])), decoders_of(types))
+    engine = Peer(lambda: inherited_socket(int(sys.argv[1])), decoders_of(types))
     server: Server | None = None
     try:
         while True:

@@ -15,7 +15,6 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -33,7 +32,7 @@ from ..contract.messages import BlockHash
 from ..errors import KVCacheError
 from ..forks import closed_in_children, opening
 from ..link.messages import decoders_of, encode
-from ..link.peer import Peer, Waker
+from ..link.peer import Peer, Waker, socket_pair
 from .messages import (
     Ending,
     LoadBlocks,
@@ -152,7 +151,7 @@ class _Child:
     def send(self, message: object) -> None:
         """Its end is told by its pidfd."""
         self.peer.outbox.put(encode(message))
-        self.peer.outbox.flush(self.peer.socket)
+        self.peer.flush()
 
     def kill(self, reason: str) -> None:
         if self.ending is None:
@@ -316,7 +315,7 @@ class StoreProcess:
             self._settings.kind.beside(self._settings, self.num_ranks)
         mapped = tuple(MappedSlots(each.file.fileno(), each.num_slots, each.slot_bytes) for each in memories)
         with opening:
-            ours, theirs = map(closed_in_children, socket.socketpair())
+            ours, theirs = socket_pair()
             life, lives = map(closed_in_children, map(FileIO, os.pipe(), "rw"))
         peer = Peer(lambda: ours, TYPES)
         settings = msgspec.to_builtins(self._settings, enc_hook=str)
@@ -419,7 +418,7 @@ class StoreProcess:
         if child.is_dead:
             return
         is_over = child.pidfd in ready
-        child.peer.outbox.flush(child.peer.socket)
+        child.peer.flush()
         try:
             if is_over or child.peer.socket in ready:
                 child.peer.receive()
