@@ -1,5 +1,5 @@
 """Shares of tokens that hit by what clients tell: LRU, untold, last turns told, every return told, and the clairvoyant
-bound. The same with wrong and false claims, which may cost no hits; and the time per request over that of LRU.
+bound. The same with wrong and false claims, which may cost no hits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from _support import begin, generated_trace, made_small, median, sized, trace_name
-from control_plane import load
-from eviction_time import compare
 from rows import tables_of
 from tables import markdown
 
@@ -43,7 +41,6 @@ SESSIONS = sized(10_000, 300)
 GENERATED = sized(4_000, 100)
 KIND_SIZES = sized((1_000, 4_000, 16_000), (1_000,))
 CONVERSATION_SIZES = sized((1_000, 2_500, 5_000, 12_500), (100,))
-TIME_SIZES = sized((5_000, 20_000, 100_000), (4_000,))
 
 
 def share(
@@ -170,15 +167,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Case]]] = {
 }
 
 
-def times(trace: Path) -> Case:
-    """CPU time over that of LRU, by device blocks."""
-    requests = load(trace)
-    return {str(device): compare(requests, device, 0, 1)["adaptive"] for device in TIME_SIZES}
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agents", type=Path, nargs="+", metavar="FILE", help="traces of agents")
-    parser.add_argument("--only", choices=(*PARTS, "times"), metavar="PART", help=f"one of {', '.join(PARTS)}, times")
+    parser.add_argument("--only", choices=PARTS, metavar="PART", help=f"one of {', '.join(PARTS)}")
 
 
 def main() -> None:
@@ -186,7 +177,6 @@ def main() -> None:
     only = run.options.only
     measured = {
         "trace": trace_name(run.options.trace),
-        "times": times(run.options.trace) if only in (None, "times") else {},
         "cases": [each for name, part in PARTS.items() if only in (None, name) for each in part(run.options)],
     }
     run.save(measured)
