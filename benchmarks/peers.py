@@ -124,7 +124,7 @@ def played(name: str, processes: dict[str, Process], case: Case) -> dict[str, An
 def row(process: Process) -> dict[str, Any]:
     if process.why:
         return {"why": process.why}
-    seconds, cpu, hashes, hash_cpu, hits, tokens = zip(
+    seconds, cpu, hashes, hash_cpu, hits, tokens, blocks_out, blocks_in = zip(
         *process.played[int(WARM_UP * len(process.played)) :], strict=True
     )
     count = len(seconds)
@@ -134,6 +134,7 @@ def row(process: Process) -> dict[str, Any]:
         "p99_us": 1e6 * percentile(seconds, 0.99), "cpu_us": 1e6 * sum(cpu) / count,
         "hash_us": 1e6 * sum(hashes) / count, "hash_cpu_us": 1e6 * sum(hash_cpu) / count,
         "hit_share": sum(hits) / sum(tokens),
+        "blocks_out": sum(blocks_out) / count, "blocks_in": sum(blocks_in) / count,
     }  # fmt: skip
 
 

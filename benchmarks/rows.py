@@ -162,6 +162,8 @@ def _peer(name: str, row: Result) -> Row:
     times = " / ".join(f"{row[key]:,.0f}" for key in ("median_us", "mean_us", "p99_us"))
     cpu = f"CPU {row['cpu_us']:,.0f} + {row['hash_cpu_us']:,.0f} us"
     value = f"calls {times} us, hashes {row['hash_us']:,.0f} us, {cpu}, hits {row['hit_share']:.1%}"
+    if row["blocks_out"]:
+        value += f", copied {row['blocks_out']:,.1f} blocks out and {row['blocks_in']:,.1f} in"
     return Row(name, f"{value}; **matched what was not computed**: {row['lie']}" if row["lie"] else value)
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+class Copies(NamedTuple):
+    """Blocks copied from the device to the host where `is_out`, else back."""
+
+    is_out: bool
+    sources: Sequence[int]
+    targets: Sequence[int]
 
 
 class Contender(ABC):
-    """One cache manager, made with `device` and `host` blocks of `block_size` tokens. `arrive` and `table` are not
-    timed; `key` is timed apart, and the sum of the other verbs is the time of a request.
+    """One cache manager, made with `device` and `host` blocks of `block_size` tokens. `arrive`, `table` and
+    `copies` are not timed; `key` is timed apart, and the sum of the other verbs is the time of a request.
     """
 
     version: str
@@ -35,6 +44,10 @@ class Contender(ABC):
     @abstractmethod
     def table(self, request: Any) -> tuple[list[int], int]:
         """A slot per block of the prompt, in order, and how many of them were matched."""
+
+    def copies(self) -> Iterable[Copies]:
+        """Take the copies between the tiers that were planned since the last call, in order. They are done at once."""
+        return ()
 
     @abstractmethod
     def cached_blocks(self) -> int:

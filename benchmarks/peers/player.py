@@ -38,8 +38,10 @@ class Player:
         self.open: deque[tuple[Any, list[int]]] = deque()
         self.lie = ""
 
-    def play(self, number: int) -> tuple[float, float, float, float, int, int]:
-        """Returns seconds and CPU seconds in the manager's calls, both for the hashes, tokens that hit, and tokens."""
+    def play(self, number: int) -> tuple[float, float, float, float, int, int, int, int]:
+        """Returns seconds and CPU seconds in the manager's calls, both for the hashes, tokens that hit, tokens, and
+        blocks copied to the host and back.
+        """
         contender, names = self.contender, self.prompts.names(number)
         tokens: list[int] = self.prompts.tokens(number, self.block_size).tolist()
         request = contender.arrive(number, tokens)
@@ -50,17 +52,27 @@ class Player:
             finished = timed(contender.finish, ended)
             self.plane.finish(table)
         started = timed(contender.start, request)
+        before = self._copy()
         table, matched = contender.table(request)
-        self._check(names, table, matched)
+        self._check(self.plane.start, names, table, matched)
         committed = timed(contender.commit, request)
         self.plane.commit(names, table)
+        copied = map(sum, zip(before, self._copy(), strict=True))
         self.open.append((request, table))
         seconds, cpu = map(sum, zip(finished, started, committed, strict=True))
-        return seconds, cpu, *keyed, min(matched * self.block_size, len(tokens)), len(tokens)
+        return seconds, cpu, *keyed, min(matched * self.block_size, len(tokens)), len(tokens), *copied
 
-    def _check(self, names: Any, table: list[int], matched: int) -> None:
+    def _copy(self) -> tuple[int, int]:
+        """Make the planned copies on the plane. Returns the blocks copied to the host and back."""
+        counts = [0, 0]
+        for copies in self.contender.copies():
+            self._check(self.plane.copy, *copies)
+            counts[not copies.is_out] += len(copies.sources)
+        return counts[0], counts[1]
+
+    def _check(self, check: Callable[..., None], *given: Any) -> None:
         try:
-            self.plane.start(names, table, matched)
+            check(*given)
         except Lie as lie:
             self.lie = self.lie or str(lie)
 

@@ -1,11 +1,12 @@
 """A data plane of names: checks that a cache manager finds only blocks that were computed, where they were computed.
 
-Each slot holds the name of the prefix that ends in its block, or `NOTHING`. Names are numbers from 1 up.
+Each slot of both tiers holds the name of the prefix that ends in its block, or `NOTHING`. Names are numbers from 1 up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,28 @@ class ShadowPlane:
     def __init__(self) -> None:
         self._names = np.zeros(1024, np.uint32)
         self._users = np.zeros(1024, np.int32)
+        self._host = np.zeros(1024, np.uint32)
+
+    def copy(self, is_out: bool, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Blocks are copied from the device to the host, or back.
+
+        Raises `Lie` for a source that holds nothing, a slot that is twice a target, and for a device slot that an open
+        request uses.
+        """
+        device, host = (sources, targets) if is_out else (targets, sources)
+        there, here = self._indices(device), np.asarray(host, np.int64)
+        self._host = longer(self._host, here)
+        names = self._names[there] if is_out else self._host[here]
+        if not np.all(names):
+            raise Lie("a block was copied that was never computed")
+        if len(np.unique(here if is_out else there)) < len(here):
+            raise Lie("two blocks were copied into one slot")
+        if is_out:
+            self._host[here] = names
+        elif np.any(self._users[there]):
+            raise Lie("a block was copied into a slot that an open request uses")
+        else:
+            self._names[there] = names
 
     def start(self, names: Names, table: Sequence[int], matched: int) -> None:
         """A request got `table`, a slot per block of its prompt, of which the first `matched` hold its prefix.
@@ -53,8 +76,12 @@ class ShadowPlane:
 
     def _indices(self, table: Sequence[int]) -> npt.NDArray[np.int64]:
         slots = np.asarray(table, np.int64)
-        if len(slots) and (largest := int(slots.max())) >= len(self._names):
-            more = 2 * largest + 1 - len(self._names)
-            self._names = np.concatenate([self._names, np.zeros(more, np.uint32)])
-            self._users = np.concatenate([self._users, np.zeros(more, np.int32)])
+        self._names, self._users = longer(self._names, slots), longer(self._users, slots)
         return slots
+
+
+def longer(values: npt.NDArray[Any], slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """`values` with a place for each of `slots`."""
+    if (missing := int(slots.max(initial=-1)) + 1 - len(values)) > 0:
+        return np.concatenate([values, np.zeros(missing + len(values), values.dtype)])
+    return values

@@ -1,4 +1,4 @@
-"""A contender for tests of the comparison: this package's manager, and what it says of a table by `kind`."""
+"""A contender for tests of the comparison: this package's manager, and what it says of tables and copies by `kind`."""
 
 from ours import Ours
 
@@ -20,6 +20,13 @@ class Liar(Ours):
         if self.kind == "swapped" and matched > 1:
             table[:2] = table[1::-1]
         return table, matched
+
+    def copies(self):
+        for copies in super().copies():
+            if self.kind == "crossed" and copies.is_out:
+                copies = copies._replace(targets=list(copies.targets)[::-1])
+            if self.kind != "unloaded" or copies.is_out:
+                yield copies
 
 
 CONTENDER = Liar

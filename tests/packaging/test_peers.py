@@ -64,6 +64,38 @@ def test_a_slot_that_was_given_away_holds_its_old_prefix_no_more(plane):
         plane.start(NAMES, [4, 5, 6], 1)
 
 
+def test_the_plane_follows_a_prefix_to_the_host_and_back(plane):
+    plane.copy(True, [4, 5], [9, 8])
+    plane.start(np.array([1], np.uint32), [4], 0)
+    plane.finish([4])
+    plane.copy(False, [9], [2000])
+    plane.start(NAMES, [2000, 5, 6], 3)
+
+
+def test_the_plane_refuses_a_load_of_another_block(plane):
+    plane.copy(True, [4, 5], [9, 8])
+    plane.copy(False, [8], [4])
+    with pytest.raises(shadow.Lie, match="block 0 of 3"):
+        plane.start(NAMES, [4, 5, 6], 3)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "why"),
+    [([7], [2], "never computed"), ([9, 8], [2, 2], "into one slot"), ([9], [3], "an open request uses")],
+)
+def test_the_plane_refuses_a_load_that_cannot_be(plane, sources, targets, why):
+    plane.copy(True, [4, 5], [9, 8])
+    plane.start(np.array([1], np.uint32), [3], 0)
+    with pytest.raises(shadow.Lie, match=why):
+        plane.copy(False, sources, targets)
+
+
+def test_the_plane_refuses_to_store_what_is_not_computed_yet(plane):
+    plane.start(np.array([1], np.uint32), [4], 0)
+    with pytest.raises(shadow.Lie, match="never computed"):
+        plane.copy(True, [4], [9])
+
+
 def test_each_contender_plays_each_block_and_begins_equally_often():
     played = list(driver.turns(["a", "b", "c"], 55, 10))
     rounds = [played[at : at + 3] for at in range(0, len(played), 3)]
@@ -86,12 +118,14 @@ def test_tokens_are_equal_exactly_where_names_are(tmp_path):
 # ---- contenders in processes
 
 
-def played(tmp_path, *kinds, requests=40):
-    """Each turn of one conversation is a request; all kinds of the liar play it in turns of ten."""
-    prompts.write(tmp_path / "p.npz", [(range(turn + 1), 8 * turn + 9) for turn in range(requests)])
+def played(tmp_path, *kinds, requests=40, conversations=1, tiers=(200,)):
+    """Each turn of a conversation is a request; all kinds of the liar play them in turns of ten."""
+    turns = [divmod(number, conversations) for number in range(requests)]
+    asked = [([(each, block) for block in range(turn + 1)], 8 * turn + 9) for turn, each in turns]
+    prompts.write(tmp_path / "p.npz", asked)
     entries = [driver.Entry(kind, "dev", "tests.packaging.liar", kind) for kind in kinds]
     processes = {entry.name: driver.Process(entry) for entry in entries}
-    driver.play(processes, driver.Case(tmp_path / "p.npz", requests, 200), 8, 10)
+    driver.play(processes, driver.Case(tmp_path / "p.npz", requests, *tiers), 8, 10)
     return processes
 
 
@@ -108,6 +142,18 @@ def test_a_liar_stays_in_the_table_with_its_mark(tmp_path):
         "honest": False, "early": True, "swapped": True,
     }  # fmt: skip
     assert {len(process.played) for process in processes.values()} == {40}
+
+
+@pytest.mark.process
+def test_a_lie_about_the_host_tier_is_caught(tmp_path):
+    processes = played(tmp_path, "honest", "unloaded", "crossed", conversations=4, tiers=(12, 60))
+    close(processes)
+    assert {name: bool(process.lie) for name, process in processes.items()} == {
+        "honest": False, "unloaded": True, "crossed": True,
+    }  # fmt: skip
+    # Of 4 conversations in turn, 12 slots hold less than two: all but the newest turns come back from the host.
+    told = peers.row(processes["honest"])
+    assert min(told["blocks_out"], told["blocks_in"]) > 0
 
 
 @pytest.mark.process
@@ -174,17 +220,18 @@ def test_a_missing_checkout_is_a_row(monkeypatch):
 
 def test_the_table_marks_a_lie_and_shows_a_reason():
     times = dict.fromkeys(("median_us", "mean_us", "p99_us", "cpu_us", "hash_us", "hash_cpu_us", "hit_share"), 1.0)
+    times |= {"blocks_out": 2.5, "blocks_in": 0.5}
     cases = {"case": {"a": {"why": "not here: no network"}, "b": {**times, "lie": "block 0 of 1"}}}
     result = {"cases": cases, "memory": {}, "warm_up": 0.2, "block_size": 64}
     shown = [row.value for row in rows.tables_of("peers", result)[0].rows]
     assert shown[0] == "not here: no network"
-    assert shown[1].endswith("**matched what was not computed**: block 0 of 1")
+    assert shown[1].endswith("copied 2.5 blocks out and 0.5 in; **matched what was not computed**: block 0 of 1")
 
 
 def test_ours_is_compared_with_the_fastest_peer_that_tells_the_truth():
     def row(us, lie=""):
         times = dict.fromkeys(("median_us", "p99_us", "cpu_us", "hash_us", "hash_cpu_us", "hit_share"), 2.0)
-        return {**times, "mean_us": us, "lie": lie}
+        return {**times, "mean_us": us, "lie": lie, "blocks_out": 0}
 
     contenders = {"ours, adaptive": row(3.0), "ours, lru": row(1.0), "a": row(9.0), "b": row(6.0), "c": row(1.0, "lie")}
     result = {"cases": {"case": {**contenders, "d": {"why": "died"}}}, "memory": {}, "warm_up": 0.2, "block_size": 64}
