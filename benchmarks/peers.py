@@ -32,15 +32,21 @@ WARM_UP = 0.2
 ENTRIES = (
     Entry("ours, adaptive", "dev", "ours", "adaptive"),
     Entry("ours, lru", "dev", "ours", "lru"),
-    Entry("vLLM", "vllm", "vllm_manager", "sha256"),
-    Entry("SGLang, Rust core", "sglang", "sglang_tree", "unified rust"),
-    Entry("SGLang, Python core", "sglang", "sglang_tree", "unified python"),
-    Entry("SGLang, Rust core alone", "sglang", "sglang_core", "unified rust"),
+    Entry("ours, adaptive, write_through", "dev", "ours", "adaptive write_through", tiers=(2,)),
+    Entry("vLLM", "vllm", "vllm_manager", "sha256", tiers=(1,)),
+    Entry("vLLM, CPU offloading", "vllm", "vllm_offloading", "lru", tiers=(2,)),
+    Entry("vLLM, CPU offloading, ARC", "vllm", "vllm_offloading", "arc", tiers=(2,)),
+    Entry("SGLang, Rust core", "sglang", "sglang_tree", "unified rust", tiers=(1,)),
+    Entry("SGLang, Python core", "sglang", "sglang_tree", "unified python", tiers=(1,)),
+    Entry("SGLang, Rust core alone", "sglang", "sglang_core", "unified rust", tiers=(1,)),
+    Entry("SGLang, HiCache, Rust core", "sglang", "sglang_host", "unified rust, write_through", tiers=(2,)),
+    Entry("SGLang, HiCache, Rust core, write_back", "sglang", "sglang_host", "unified rust, write_back", tiers=(2,)),
+    Entry("SGLang, HiCache, Python core", "sglang", "sglang_host", "unified python, write_through", tiers=(2,)),
     Entry("FastDeploy 2.5", "fastdeploy", "fastdeploy_managers", "2.5", "FASTDEPLOY_25"),
     Entry("FastDeploy 2.6", "fastdeploy", "fastdeploy_managers", "2.6", "FASTDEPLOY_26"),
     Entry("FastDeploy develop, v1", "fastdeploy", "fastdeploy_managers", "develop", "FASTDEPLOY_DEVELOP"),
 )
-ROOM_GIB, MINUTES = 14, 40
+ROOM_GIB, MINUTES = 14, 50
 
 
 def main() -> None:
@@ -54,13 +60,17 @@ def main() -> None:
     only = tuple(run.options.only or ("",))
     entries = [entry for entry in ENTRIES if entry.name.startswith(only)]
     say_needs(entries)
-    processes = {entry.name: Process(entry) for entry in entries}
+    cases: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         files = Files(Path(folder), run.options.trace, run.options.requests)
-        sizes = memory(processes, files)
-        cases = {name: played(name, processes, case) for name, case in make_cases(files)}
-    for process in processes.values():
-        process.close()
+        for tiers, made in ((1, make_cases(files)), (2, two_tiers(files))):
+            processes = {entry.name: Process(entry) for entry in entries if tiers in entry.tiers}
+            if tiers == 1:
+                sizes = memory(processes, files)
+            if processes:
+                cases.update((name, played(name, processes, case)) for name, case in made)
+            for process in processes.values():
+                process.close()
     run.save(
         {
             "trace": trace_name(run.options.trace), "block_size": BLOCK_SIZE, "turn": TURN, "warm_up": WARM_UP,
@@ -113,6 +123,12 @@ def make_cases(files: Files) -> Iterable[tuple[str, Case]]:
     yield f"trace, {size:,} blocks, 8 open", Case(*trace, size, window=8)
     yield f"agents, {size:,} blocks", Case(*agents, size)
     yield f"a conversation of {turns:,} turns, {size:,} blocks", Case(*conversation, size)
+
+
+def two_tiers(files: Files) -> Iterable[tuple[str, Case]]:
+    trace = files.of_trace("trace", files.trace, files.most)
+    device, host = sized((5_000, 20_000), (400, 2_000))
+    yield f"trace, {device:,} blocks and {host:,} on the host", Case(*trace, device, host)
 
 
 def played(name: str, processes: dict[str, Process], case: Case) -> dict[str, Any]:

@@ -86,7 +86,7 @@ PROGRAMS = {
     for program in (
         Program("control_plane", "Time per request", 3, ALONE, (*SCHEDULER, "lab/replay"), TRACE),
         Program(
-            "peers", "Beside other engines", 60, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
+            "peers", "Beside other engines", 70, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"),
             f"{CHECKOUTS} FASTDEPLOY_DEVELOP=DIR {TRACE} [--only NAME...]", "other engines' wheels",
         ),
         Program(

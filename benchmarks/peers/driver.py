@@ -28,6 +28,8 @@ class Entry(NamedTuple):
     kind: str
     checkout: str = ""
     """The variable that names the engine's source, where no wheel is installed."""
+    tiers: tuple[int, ...] = (1, 2)
+    """It plays the cases of so many tiers."""
 
 
 class Case(NamedTuple):

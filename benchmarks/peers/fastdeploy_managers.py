@@ -28,7 +28,7 @@ class FastDeploy(Contender):
     policy = "write_through"
 
     def __init__(self, device: int, host: int, block_size: int, kind: str) -> None:
-        assert not host, "its host tier needs a GPU"
+        assert not host, "its host tier needs a process of its own and a GPU"
         self.version, self.block_size = kind, block_size
         host_manager = make_manager(device, 0, self.policy, block_size=block_size, seats=64, max_tokens=LONGEST)
         self.manager = host_manager.cache_manager

@@ -38,7 +38,7 @@ class Request:
     kv: Any
     full_untruncated_fill_ids: array[int] = field(init=False)
     extra_key = cache_salt = session_id = session = kv_rotation_base = lock = last_node = None
-    priority = prefix_len = 0
+    priority = prefix_len = swa_host_hit_length = mamba_host_hit_length = 0
     has_ended = False
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class SGLang(Contender):
     version = __version__
 
     def __init__(self, device: int, host: int, block_size: int, kind: str) -> None:
-        assert not host, "the host tier has no row"
+        assert not host, "sglang_host.py has the host tier"
         torch.set_num_threads(1)
         self.block_size = block_size
         self.rows = ReqToTokenPool(64, LONGEST, "cpu", False)
@@ -70,12 +70,16 @@ class SGLang(Contender):
     def arrive(self, number: int, tokens: list[int]) -> Request:
         return Request(str(number), array("q", tokens), ReqKvInfo())
 
-    def start(self, request: Request) -> None:
-        tree, tokens, size = self.tree, len(request.origin_input_ids), self.block_size
-        key = RadixKey(request.origin_input_ids, limit=tokens - 1)
-        match = tree.match_prefix(MatchPrefixParams(key=key, req=request))
+    def match(self, request: Request) -> Any:
+        key = RadixKey(request.origin_input_ids, limit=len(request.origin_input_ids) - 1)
+        match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
         request.prefix_len = request.kv.cache_protected_len = match.device_prefix_len
         request.last_node = match.last_device_node
+        return match
+
+    def start(self, request: Request) -> None:
+        tree, tokens, size = self.tree, len(request.origin_input_ids), self.block_size
+        self.match(request)
         request.lock = tree.lock(request.last_node)
         missing = -(-tokens // size) * size - request.prefix_len
         evict_from_tree_cache(tree, missing)

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 LONGEST = 1 << 20
+NO_ROOM = "the device tier must hold the window"
 
 
 class VLLM(Contender):
@@ -21,7 +22,7 @@ class VLLM(Contender):
     version = __version__
 
     def __init__(self, device: int, host: int, block_size: int, kind: str) -> None:
-        assert not host, "the offloading half has no row"
+        assert not host, "vllm_offloading.py has the host tier"
         digest = get_hash_fn_by_name(kind)
         init_none_hash(digest)
         layer = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
@@ -46,7 +47,7 @@ class VLLM(Contender):
         blocks, request.num_matched, _ = self.manager.get_computed_blocks(request)
         new = request.num_tokens - request.num_matched
         slots = self.manager.allocate_slots(request, new, request.num_matched, blocks)
-        assert slots is not None, "the device tier must hold the window"
+        assert slots is not None, NO_ROOM
 
     def commit(self, request: Request) -> None:
         """`allocate_slots` has made the blocks findable."""

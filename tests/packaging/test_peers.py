@@ -156,6 +156,11 @@ def test_a_lie_about_the_host_tier_is_caught(tmp_path):
     assert min(told["blocks_out"], told["blocks_in"]) > 0
 
 
+def test_each_engine_has_a_row_for_one_tier_and_for_two():
+    one, two = ({entry.name.split(",")[0] for entry in peers.ENTRIES if tiers in entry.tiers} for tiers in (1, 2))
+    assert one == two
+
+
 @pytest.mark.process
 def test_a_contender_that_dies_is_a_row_and_others_play_on(tmp_path):
     processes = played(tmp_path, "honest", "dies")
