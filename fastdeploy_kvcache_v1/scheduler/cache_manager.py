@@ -87,7 +87,9 @@ class CacheManager:
         self._events = EventLog(config.max_queued_events)
         self._device_pool = BlockPool[DeviceSlot]("device", config.num_device_blocks)
         self._host_pool = BlockPool[HostSlot]("host", config.num_host_blocks)
-        self._history = ReuseHistory(clock, self._counters, self._most_watched, lambda: self._tiering.num_evictable)
+        self._history = ReuseHistory(
+            clock, self._counters, self._most_watched, lambda: self._tiering.num_evictable, config.block_size
+        )
         self._pieces = EvictedPieces(clock, config.num_device_blocks + config.num_host_blocks)
         backup = BACKUP_POLICIES[config.write_policy](config)
         self._residency = Residency(

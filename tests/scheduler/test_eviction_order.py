@@ -30,7 +30,7 @@ class Walk:
 
     def __init__(self, seed: int, *, trusts: bool, falling: bool = True) -> None:
         self.dice, self.seconds = random.Random(seed), 1000.0
-        self.history = ReuseHistory(lambda: self.seconds, Counters(), lambda: 10**6, lambda: 100)
+        self.history = ReuseHistory(lambda: self.seconds, Counters(), lambda: 10**6, lambda: 100, 512)
         self.history.judge.trusts = trusts
         if trusts:
             self.history.worths = [self._row(falling) for _ in range(NUM_CLASSES)]

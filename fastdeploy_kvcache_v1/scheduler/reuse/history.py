@@ -63,7 +63,7 @@ class Visit(NamedTuple):
     session: Session
     groups: Sequence[Group]
     left: Session | None
-    """The session that it left behind, to be queued anew."""
+    """The session that it left behind, or whose end it rewrites: to be queued anew."""
 
 
 class ReuseHistory:
@@ -79,6 +79,7 @@ class ReuseHistory:
         counters: Counters,
         most_watched: Callable[[], int],
         num_evictable: Callable[[], int],
+        block_size: int,
     ) -> None:
         self._clock = clock
         self._counters = counters
@@ -92,7 +93,7 @@ class ReuseHistory:
         self.lru_age = 0
         """Age up to which an LRU cache of this size would still hold a block."""
         self._watched = WatchedBlocks()
-        self.sessions = SessionTable()
+        self.sessions = SessionTable(block_size)
         self.claims = Claims(counters)
         self.ended_first = True
         """False: blocks of ended sessions are used again, by other sessions."""
@@ -150,6 +151,8 @@ class ReuseHistory:
             self._returned(session, session.weight)
             self._check_claim(session)
             session.last_use = IN_USE
+            if left is None and not session.is_on(hashes):
+                session.use_class, left = LEFT, session  # of the end that this prompt rewrites
         if not self._num_requests % REQUESTS_PER_REFRESH:
             self._refresh()
         return Visit(session, groups, left)
@@ -159,13 +162,14 @@ class ReuseHistory:
         hashes, hint = sequence.hashes, sequence.session
         name = hint.name
         left = named = self.sessions.named(name) if name else None
-        if named is not None and named.is_on(hashes):
+        if named is not None and (named.is_on(hashes) or named.has_stem(hashes)):
             return named, None
         session = self.sessions.continued(hashes, groups[-1].end if groups else 0)
         if (
             session is None
             or (name and session.name not in (b"", name))
-            or any(group.owner is None and group.depth >= session.depth for group in groups)  # several have used it
+            or not (session.is_on(hashes) or session.has_stem(hashes))
+            or _have_several_used(groups, session.depth if session.is_on(hashes) else last_watched(session.stem_depth))
         ):
             owner = groups[-1].owner if groups else None
             if left is None and isinstance(owner, Session):
@@ -321,3 +325,7 @@ class ReuseHistory:
         self._watched.make_room(self._most_watched())
         self.worths = self._learned if self.judge.trusts else self._equal
         self._rates.fade()
+
+
+def _have_several_used(groups: Sequence[Group], depth: int) -> bool:
+    return any(group.owner is None and group.depth >= depth for group in groups)

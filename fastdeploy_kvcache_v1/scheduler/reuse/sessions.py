@@ -12,6 +12,9 @@ from .watched import DEPTHS, IN_USE, last_watched
 
 MOST_SESSIONS = 1 << 16
 
+REWRITTEN_TOKENS = 511
+"""At the end of a prompt, its session's next one may have others: reminders, the start of an answer."""
+
 NEVER = 1 << 62
 """Due time of a session that sends no more requests."""
 
@@ -28,6 +31,9 @@ class Session(Owner):
         "last_use",
         "name",
         "num_blocks",
+        "split",
+        "stem",
+        "stem_depth",
         "tenant",
         "told",
         "turns",
@@ -39,6 +45,11 @@ class Session(Owner):
         self.end = b""
         """Hash of the last full block of its newest prompt, at `depth` blocks. Empty before its first end."""
         self.depth = 0
+        self.stem = b""
+        """As `end`, without the blocks that the next prompt may rewrite. Empty for a short prompt."""
+        self.stem_depth = 0
+        self.split = 0
+        """`stem_depth` of the prompt before."""
         self.name = b""
         """As told by its client last."""
         self.turns = turns
@@ -63,15 +74,24 @@ class Session(Owner):
         depth = self.depth
         return not depth or (depth <= len(hashes) and hashes[depth - 1] == self.end)
 
+    def has_stem(self, hashes: Sequence[BlockHash]) -> bool:
+        """True if the prompt with these blocks rewrites the end of its newest prompt. Prompts that all leave the same
+        prefix are no session: each one must share more than the one before.
+        """
+        depth = self.stem_depth
+        return self.split < depth and self.depth < len(hashes) and hashes[depth - 1] == self.stem
+
 
 class SessionTable:
     """The sessions that ended last, at most `MOST_SESSIONS`. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._num_rewritten = REWRITTEN_TOKENS // block_size
         self._by_end: dict[bytes, Session] = {}
+        self._by_stem: dict[bytes, Session] = {}
         self._by_name: dict[bytes, Session] = {}
         self._marks: dict[bytes, None] = {}
-        """Last watched blocks of the prompts of sessions."""
+        """Last watched blocks of the prompts and stems of sessions."""
 
     def __len__(self) -> int:
         return len(self._by_end)
@@ -81,17 +101,24 @@ class SessionTable:
         return self._by_name.get(name)
 
     def continued(self, hashes: Sequence[BlockHash], num_watched: int) -> Session | None:
-        """Return a session whose newest prompt ended on one of `hashes`, the deepest such block as a rule. The first
-        `num_watched` watched blocks of the prompt are known.
+        """Return a session whose newest prompt, or its stem, ended on one of `hashes`, on the deepest such block as a
+        rule. The first `num_watched` watched blocks of the prompt are known.
 
         Looks at watched depths first, then at the blocks between the deepest known one and the next. O(log hashes)
         lookups, and O(hashes) at worst.
         """
-        by_end, marks, limit = self._by_end, self._marks, min(len(hashes), DEPTHS[num_watched] - 1)
+        marks, limit = self._marks, min(len(hashes), DEPTHS[num_watched] - 1)
         for depth in reversed(DEPTHS[:num_watched]):
             if hashes[depth - 1] in marks:
-                end = next(filter(by_end.__contains__, reversed(hashes[depth - 1 : limit])), None)
-                return None if end is None else by_end[end]
+                begin = max(0, depth - 1 - self._num_rewritten)  # a stem may be above the mark of its end
+                blocks = list(reversed(hashes[begin:limit]))
+                end = next(filter(self._by_end.__contains__, blocks), None)
+                if end is not None:
+                    del blocks[blocks.index(end) :]
+                stem = next(filter(self._by_stem.__contains__, blocks), None)
+                if stem is not None:
+                    return self._by_stem[stem]
+                return None if end is None else self._by_end[end]
             limit = depth - 1
         return None
 
@@ -102,15 +129,26 @@ class SessionTable:
 
     def ended(self, session: Session, hashes: Sequence[BlockHash], depth: int) -> None:
         """Record that a request of `session` has ended whose prompt has `depth` full blocks. O(1)."""
-        by_end, end = self._by_end, hashes[depth - 1] if depth else b""
-        if by_end.get(session.end) is session:
-            del by_end[session.end]
+        stem_depth = max(0, depth - self._num_rewritten)
+        session.split = session.stem_depth
+        end = self._moved(self._by_end, session, session.end, hashes, depth)
         session.end, session.depth = end, depth
-        if depth:
-            _remember(by_end, end, session)
-            _remember(self._marks, hashes[last_watched(depth) - 1], None)
+        stem = self._moved(self._by_stem, session, session.stem, hashes, stem_depth)
+        session.stem, session.stem_depth = stem, stem_depth
         if session.name and self._by_name.get(session.name, session) is session:
             _remember(self._by_name, session.name, session)
+
+    def _moved(
+        self, known: dict[bytes, Session], session: Session, before: bytes, hashes: Sequence[BlockHash], depth: int
+    ) -> bytes:
+        """Let `session` be found at `depth` of a prompt instead of at the block `before`. Returns that block's hash."""
+        if known.get(before) is session:
+            del known[before]
+        if not depth:
+            return b""
+        _remember(known, hashes[depth - 1], session)
+        _remember(self._marks, hashes[last_watched(depth) - 1], None)
+        return hashes[depth - 1]
 
     def check(self) -> None:
         """Raise `InvariantError` for a session whose last run is not its own, or cannot be found. O(sessions)."""
@@ -122,6 +160,7 @@ class SessionTable:
 
     def forget(self) -> None:
         self._by_end.clear()
+        self._by_stem.clear()
         self._by_name.clear()
         self._marks.clear()
 

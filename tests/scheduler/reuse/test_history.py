@@ -37,7 +37,7 @@ def hashes(name: object, count: int) -> list[BlockHash]:
 
 def made(*, watched: int = 100_000, evictable: int = 100) -> ReuseHistory:
     """A history whose clock is a second later each time that it looks."""
-    return ReuseHistory(count().__next__, Counters(), lambda: watched, lambda: evictable)
+    return ReuseHistory(count().__next__, Counters(), lambda: watched, lambda: evictable, 512)
 
 
 def end(history: ReuseHistory, blocks: list[BlockHash], visit: Visit | None) -> tuple[Session, list[Stretch]]:
@@ -121,7 +121,7 @@ def test_against_a_record_of_every_request(seed: int) -> None:
 
 def test_client_that_puts_its_return_off_for_ever_is_not_believed() -> None:
     seconds = [0.0]
-    history = ReuseHistory(lambda: seconds[0], Counters(), lambda: 10**6, lambda: 100)
+    history = ReuseHistory(lambda: seconds[0], Counters(), lambda: 10**6, lambda: 100, 512)
     hints = [session_hint(name, return_in_s=5.0) for name in "xy"]
     for hint in hints:
         sequence = GivenHashes(hashes(hint.name.hex(), 8), 9, hint)
@@ -163,7 +163,7 @@ def test_session_that_is_told_to_have_ended_changes_its_class_at_once() -> None:
 
 def test_rates_learn_class_age_and_weight_of_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
     now, learned = [0], list[tuple[float, ...]]()
-    history = ReuseHistory(lambda: now[0], Counters(), lambda: 1000, lambda: 100)
+    history = ReuseHistory(lambda: now[0], Counters(), lambda: 1000, lambda: 100, 512)
     monkeypatch.setattr(history._rates, "used_again", lambda *use: learned.append(use))
     system, chat = hashes("system", 8), hashes("chat", 4)
     uses = []

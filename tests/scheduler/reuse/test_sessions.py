@@ -28,15 +28,24 @@ from ..scenario import cached, manager, prompt, run
 
 class Talk:
     def __init__(self, turns: int) -> None:
-        self.name, self.end, self.turns = "", "", turns
+        self.name, self.end, self.stem, self.split, self.turns = "", "", "", 0, turns
+        self.is_idle = False
+
+    def goes_on_with(self, text: str) -> bool:
+        return text.startswith(self.end) or self.rewrites_its_end(text)
+
+    def rewrites_its_end(self, text: str) -> bool:
+        return len(text) > len(self.end) and len(self.stem) > self.split and text.startswith(self.stem)
 
 
 class Record:
     """A plain record of prompts, which are texts: a block is a character with everything before it."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, rewritten: int) -> None:
         self._most = most
+        self._rewritten = rewritten
         self.ends: dict[str, Talk] = {}
+        self.stems: dict[str, Talk] = {}
         self.names: dict[str, Talk] = {}
         self.marks: dict[str, None] = {}
         self.users: dict[str, set[Talk]] = defaultdict(set)
@@ -54,16 +63,14 @@ class Record:
     def arrived(self, text: str, name: str) -> tuple[Talk, Talk | None]:
         known = [block for block in self.watched(text) if self.users[block]]
         named, left = self.names.get(name), None
-        if named is not None and text.startswith(named.end):
+        if named is not None and named.goes_on_with(text):
             talk = named
         else:
-            deepest = max((mark for mark in self.marks if text.startswith(mark)), key=len, default=None)
-            ends = [end for end in self.ends if text.startswith(end) and self.watched(end)[-1] == deepest]
-            found = self.ends[max(ends, key=len)] if ends else None
-            is_shared = found is not None and any(
-                len(self.users[block]) > 1 for block in known if len(block) >= len(found.end)
-            )
-            if found is None or is_shared or (name and found.name not in ("", name)):
+            found = self._found(text)
+            if found is not None:
+                own = len(found.end if text.startswith(found.end) else (["", *self.watched(found.stem)])[-1])
+                is_shared = any(len(self.users[block]) > 1 for block in known if len(block) >= own)
+            if found is None or not found.goes_on_with(text) or is_shared or (name and found.name not in ("", name)):
                 users = self.users[known[-1]] if known else set()
                 left = named or (next(iter(users)) if len(users) == 1 else None)
                 talk = Talk(left.turns if left else 0)
@@ -74,30 +81,54 @@ class Record:
                 self._keep(self.names, name, talk)
         for block in known:
             self.users[block].add(talk)
+        if left is None and talk.is_idle and not text.startswith(talk.end):
+            left = talk
+        talk.is_idle = False
         return talk, left
+
+    def _found(self, text: str) -> Talk | None:
+        deepest = max((mark for mark in self.marks if text.startswith(mark)), key=len, default="")
+        found = []
+        for known in (self.ends, self.stems):
+            near = [
+                end
+                for end in known
+                if text.startswith(end)
+                and (self.watched(end)[-1] == deepest or len(deepest) - self._rewritten <= len(end) < len(deepest))
+            ]
+            found += [(len(end), known[end]) for end in [max(near, key=len, default=None)] if end is not None]
+        return max(found, key=lambda each: each[0])[1] if deepest and found else None
 
     def ended(self, talk: Talk, text: str, output: str) -> None:
         talk.turns += 1
-        if self.ends.get(talk.end) is talk:
-            del self.ends[talk.end]
-        talk.end = text
-        self._keep(self.ends, text, talk)
-        self._keep(self.marks, self.watched(text)[-1], None)
+        talk.is_idle = True  # as soon as one of its requests has ended
+        talk.split = len(talk.stem)
+        for known, before in ((self.ends, talk.end), (self.stems, talk.stem)):
+            if known.get(before) is talk:
+                del known[before]
+        talk.end, talk.stem = text, text[: max(0, len(text) - self._rewritten)]
+        for known, end in ((self.ends, talk.end), (self.stems, talk.stem)):
+            if end:
+                self._keep(known, end, talk)
+                self._keep(self.marks, self.watched(end)[-1], None)
         if talk.name and self.names.get(talk.name, talk) is talk:
             self._keep(self.names, talk.name, talk)
         for block in self.watched(text + output):
             self.users[block].add(talk)
 
 
+@pytest.mark.parametrize("rewritten", [0, 1, 3])
 @pytest.mark.parametrize("most", [4, 1000])
 @pytest.mark.parametrize("seed", range(6))
 def test_sessions_of_requests_equal_those_of_a_plain_record(
-    seed: int, most: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, most: int, rewritten: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions named, inferred, forked and wrongly named, several requests at a time, while the clock may stand."""
     monkeypatch.setattr(sessions, "MOST_SESSIONS", most)
     dice, now = random.Random(seed), [0.0]
-    history, record = ReuseHistory(lambda: now[0], Counters(), lambda: 10**6, lambda: 100), Record(most)
+    size = sessions.REWRITTEN_TOKENS // max(1, rewritten) if rewritten else 512
+    history = ReuseHistory(lambda: now[0], Counters(), lambda: 10**6, lambda: 100, size)
+    record = Record(most, rewritten)
     running: list[tuple[str, Visit, Talk, Any]] = []
     texts, same, num_continued, num_left = [""], dict[Talk, Session](), 0, 0
     for _ in range(800):
@@ -121,6 +152,7 @@ def test_sessions_of_requests_equal_those_of_a_plain_record(
             talk, left = record.arrived(text, name)
             assert same.setdefault(talk, visit.session) is visit.session
             assert visit.left is (None if left is None else same[left])
+            assert left is not talk or visit.session.use_class == history_module.LEFT
             num_continued += talk.turns > 0 and left is None
             num_left += left is not None
             running.append((text, visit, talk, sequence))
