@@ -127,6 +127,10 @@ PROGRAMS = {
         Program("storage", "Stores on disk", 2, STORES, STORE, "[DIRECTORY]"),
         Program("storage_large", "A large directory", 2, STORES, STORE, "[DIRECTORY]"),
         Program(
+            "peers_store", "Beside other stores of files", 4, STORES, STORE, "[DIRECTORY] [--only NAME...]",
+            "LMCache's wheels",
+        ),
+        Program(
             "stored_hits", "What to store", 1, ALONE, (*SCHEDULER, "lab/replay", "lab/traffic.py"), TRACE,
             is_timed=False,
         ),

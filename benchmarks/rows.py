@@ -356,6 +356,51 @@ def storage_large(result: Result) -> Iterator[Row]:
     yield Row("failed puts of another server meanwhile", puts, evicted["failed_puts"], at_most(0, ""))
 
 
+def peers_store(result: Result) -> Iterator[Table]:
+    """A table per size, a row per contender, and ours over the fastest peer."""
+    for size, contenders in result["cases"].items():
+        title = f"{result['values']} values of {int(size) >> 10:,} KiB at once"
+        rates = {name: row["gb_per_s"] for name, row in contenders.items() if not (row.get("why") or row["lie"])}
+        yield Table(title, [*map(_store, contenders, contenders.values()), *_over_fastest_store(rates)])
+    yield Table(f"A new process' first hit among {result['filled']:,} values, after its imports", [
+        Row(name, row.get("why") or _marked("none" if row["ms"] is None else f"{row['ms']:.1f} ms", row["lie"]))
+        for name, row in result["first_hits"].items()
+    ])  # fmt: skip
+    yield Table("What the stores do", [
+        Row("checksum", "made and compared in `ours`, by nobody else"),
+        Row("fsync", "nobody"),
+        Row("rename of a finished file", "all except `local_disk`"),
+        Row("limit of the directory's size", "`ours` and `local_disk`"),
+        Row("values of an earlier process", "found by all except `local_disk`, whose index ends with its process"),
+        Row("threads", "one in `ours` and `fs`, four in `fs_native` and `local_disk`"),
+        Row("an empty file", "created where the store creates its own: what a file system costs before `put` writes"),
+        Row("cold", "`get` after a sync, without the files' pages in this machine's page cache; disks may have theirs"),
+    ])  # fmt: skip
+
+
+def _store(name: str, row: Result) -> Row:
+    if why := row.get("why"):
+        return Row(name, why)
+    cpu = row["cpu_s_per_gb"]
+    rates = (f"{verb} {rate:.2f} GB/s (CPU {cpu[verb]:.2f} s/GB)" for verb, rate in row["gb_per_s"].items())
+    more = f"lookup {row['lookup_us']:,.0f} us, an empty file {row['create_file_us']:,.0f} us"
+    return Row(name, _marked(f"{', '.join(rates)}, {more}", row["lie"]))
+
+
+def _marked(value: str, lie: str) -> str:
+    return f"{value}; **wrong**: {lie}" if lie else value
+
+
+def _over_fastest_store(rates: dict[str, dict[str, float]]) -> Iterator[Row]:
+    peers = {name: rate for name, rate in rates.items() if not name.startswith("ours")}
+    for ours in [name for name in rates if name not in peers and peers]:
+        for verb in rates[ours]:
+            fastest = max(peers, key=lambda name: peers[name].get(verb, 0))
+            if verb in peers[fastest]:
+                yield ratio(f"`{verb}`, {ours}, over the fastest peer", rates[ours][verb] / peers[fastest][verb],
+                            more=fastest)  # fmt: skip
+
+
 def storage_mooncake(result: Result) -> Iterator[Row]:
     for case in result["cases"]:
         for name, number in case["over_direct"].items():
@@ -436,8 +481,8 @@ ROWS: dict[str, Callable[[Result], Iterator[Row] | Iterator[Table]]] = {
     each.__name__: each
     for each in (
         control_plane, peers, policies, hits, eviction_time, growth, hashing, import_time, overlay_scheduler,
-        worker_steps, copy_ops, first_touch, server, cpu_model, storage, storage_large, stored_hits, storage_server,
-        load_or_compute_stored, storage_mooncake, transfer, transfer_overlap, roles,
+        worker_steps, copy_ops, first_touch, server, cpu_model, storage, storage_large, peers_store, stored_hits,
+        storage_server, load_or_compute_stored, storage_mooncake, transfer, transfer_overlap, roles,
     )
 }  # fmt: skip
 

@@ -247,6 +247,8 @@ def arguments(name, tmp_path):
         return [str(ROOT)]
     if name == "peers":
         return ["--only", "ours"]
+    if name == "peers_store":
+        return [str(tmp_path), "--only", "ours"]
     if name == "cpu_model":
         return [str(write_model(tmp_path / "model", random_tensors(BASE), BASE))]
     return [str(tmp_path)] if name in ("storage", "storage_large") else []
