@@ -48,7 +48,8 @@ class Simulation:
     def __init__(self, traffic: Traffic, config: KVCacheConfig, num_warm: int = 0) -> None:
         """`config`: of the real cache. The first `num_warm` requests are not measured."""
         self._rate, self._num_warm = traffic.rate, num_warm
-        self._config = replace(config, block_size=1, max_queued_events=0, lookahead_requests=0)
+        block_size = config.block_size * traffic.rate  # by which a session rewrites the end of its prompt
+        self._config = replace(config, block_size=block_size, max_queued_events=0, lookahead_requests=0)
         self._requests = [Logged(row, _hashes(row.names)) for row in traffic.rows]
         self._events = sorted(event for index, each in enumerate(self._requests) for event in _events(index, each.row))
 
@@ -68,7 +69,7 @@ class _SizedCache:
     """
 
     def __init__(self, config: KVCacheConfig, requests: Sequence[Logged], num_warm: int) -> None:
-        self._requests, self._num_warm = requests, num_warm
+        self._requests, self._num_warm, self._block_size = requests, num_warm, config.block_size
         self._now_s = 0.0
         self._manager = CacheManager(config, lambda: self._now_s, logs_traffic=False)
         self._open: dict[int, GivenHashes] = {}
@@ -93,13 +94,13 @@ class _SizedCache:
 
     def _start(self, index: int) -> None:
         row, hashes = self._requests[index]
-        manager, name, num_prompt = self._manager, str(index), row.num_prompt
+        manager, name, num_tokens = self._manager, str(index), row.num_prompt * self._block_size
         self._now_s = max(self._now_s, row.started_s)
-        sequence = GivenHashes(hashes[:num_prompt], num_prompt + 1, SessionHint(row.session, row.tenant))
+        sequence = GivenHashes(hashes[: row.num_prompt], num_tokens + 1, SessionHint(row.session, row.tenant))
         sequence.access = CacheAccess(row.reads, row.writes)
         while True:
             manager.match_prefix(name, sequence, max_blocks=row.num_findable, resumed=row.is_resumed)
-            allocation = manager.allocate(name, num_prompt)
+            allocation = manager.allocate(name, num_tokens)
             if not isinstance(allocation, NoSpace):
                 break
             manager.release(name)
@@ -109,18 +110,19 @@ class _SizedCache:
             self._end_oldest()
         self._open[index] = sequence
         if not row.is_resumed:
-            self._hits[index] = allocation.num_device_tokens + allocation.num_host_tokens
+            self._hits[index] = (allocation.num_device_tokens + allocation.num_host_tokens) // self._block_size
 
     def _compute(self, index: int) -> None:
-        self._manager.commit(str(index), self._requests[index].row.num_prompt)
+        self._manager.commit(str(index), self._requests[index].row.num_prompt * self._block_size)
 
     def _grow(self, index: int) -> None:
         sequence, hashes = self._open[index], self._requests[index].hashes
-        if isinstance(self._manager.allocate(str(index), len(hashes)), NoSpace):
+        num_tokens = len(hashes) * self._block_size
+        if isinstance(self._manager.allocate(str(index), num_tokens), NoSpace):
             return
-        sequence.hashes, sequence.num_tokens = hashes, len(hashes) + 1
+        sequence.hashes, sequence.num_tokens = hashes, num_tokens + 1
         self._take_step(index)
-        self._manager.commit(str(index), len(hashes))
+        self._manager.commit(str(index), num_tokens)
 
     def _end_oldest(self) -> None:
         oldest = next(iter(self._open))
