@@ -62,7 +62,7 @@ from .run import DEVICE, HOST
 from .snapshot import CacheSnapshot, count, describe, look
 from .tiering import Tiering
 from .traffic.evicted_pieces import EvictedPieces
-from .traffic.log import Row, Traffic, TrafficLog
+from .traffic.log import Traffic, TrafficLog, row_of
 from .traffic.misses import Misses
 
 __all__ = ["CacheManager"]
@@ -484,10 +484,10 @@ class CacheManager:
         return CacheReport(self._name, block_size, block_bytes, device, host, requests, samples_of(parts))
 
     def traffic(self) -> Traffic:
-        """Return the latest requests, for `sizing`. It takes 10 ms, and the lock for less than 1 ms."""
+        """Return the latest requests, for `sizing`. It takes up to 50 ms, and the lock for less than 1 ms."""
         with self._lock:
             rate, is_whole, rows = self._log.copied()
-        return Traffic(rate, is_whole, list(map(Row._make, rows)))
+        return Traffic(rate, is_whole, list(map(row_of, rows)))
 
     def stats(self) -> CacheStats:
         """Take a snapshot of counters and gauges. O(requests and loads)."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ...contract.messages import BlockHash
 from ..request_state import RequestState
 
 MOST_REQUESTS = 1 << 14
 """Requests of the log at most, 5 MB."""
 MOST_BLOCKS = 1 << 18
-"""Sampled blocks of the log at most, 2 MB."""
+"""Sampled blocks of the log at most, 20 MB."""
 
 UNSAMPLED = 1 << 10
 """Blocks of a cache that is not sampled. A larger one is sampled by a power of two, up to `USUAL_RATE`."""
@@ -74,7 +75,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class TrafficLog:
-    """Costs a request about 1 us. Not thread-safe."""
+    """Costs a request no more than a slice of its hashes. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float], block_size: int, num_blocks: int) -> None:
         self._clock = clock
@@ -85,7 +86,7 @@ class TrafficLog:
         """Forget all: the cache can hold `num_blocks` from now on. `is_empty`: it holds none now."""
         self._rate = rate_of(num_blocks)
         self._rows: deque[tuple[Any, ...]] = deque()
-        self._num_bytes = 0
+        self._num_blocks = 0
         self._is_whole = is_empty
         self._begun_s = self._clock()
 
@@ -102,11 +103,12 @@ class TrafficLog:
         sequence, size, rate, limit = request.sequence, self._block_size, self._rate, request.limit
         num_tokens, num_cached, hashes = request.num_query_tokens, request.num_cached, sequence.hashes
         num_blocks = limit if limit > num_cached else num_cached
-        names, before = b"", rate - 1
+        blocks: Sequence[BlockHash] = ()
+        before = rate - 1
         if num_blocks:
             offset = hashes[0][0] % rate
             before -= offset
-            names = array("q", map(hash, hashes[offset:num_blocks:rate])).tobytes()
+            blocks = hashes[offset:num_blocks:rate]
         num_prompt = num_tokens // size
         if num_prompt > num_blocks:
             num_prompt = num_blocks
@@ -114,16 +116,21 @@ class TrafficLog:
         self._rows.append((
             started, request.computed, request.grown, step, started_s, self._clock(),
             *sequence.access, request.resumed, calls_tool, return_in_s, name, tenant,
-            num_tokens, num_hit * size, (limit + before) // rate, (num_prompt + before) // rate, names,
+            num_tokens, num_hit * size, (limit + before) // rate, (num_prompt + before) // rate, blocks,
         ))  # fmt: skip
-        self._num_bytes += len(names)
-        if len(self._rows) > MOST_REQUESTS or self._num_bytes > MOST_BLOCKS * NAME_BYTES:
-            self._num_bytes -= len(self._rows.popleft()[-1])
+        self._num_blocks += len(blocks)
+        if len(self._rows) > MOST_REQUESTS or self._num_blocks > MOST_BLOCKS:
+            self._num_blocks -= len(self._rows.popleft()[-1])
             self._is_whole = False
 
     def copied(self) -> tuple[int, bool, list[tuple[Any, ...]]]:
-        """Return the fields of a `Traffic`, with plain tuples as rows. Running requests are not part of it."""
+        """Return the fields of a `Traffic`, its rows as `row_of` takes them. Running requests are not part of it."""
         return self._rate, self._is_whole, list(self._rows)
+
+
+def row_of(fields: tuple[Any, ...]) -> Row:
+    """Name the blocks of a copied row."""
+    return Row(*fields[:-1], array("q", map(hash, fields[-1])).tobytes())
 
 
 def rate_of(num_blocks: int) -> int:
