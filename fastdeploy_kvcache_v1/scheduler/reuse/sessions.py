@@ -15,6 +15,9 @@ MOST_SESSIONS = 1 << 16
 REWRITTEN_TOKENS = 511
 """At the end of a prompt, its session's next one may have others: reminders, the start of an answer."""
 
+PIECE = 256
+"""Blocks of a prompt that are looked up at once."""
+
 NEVER = 1 << 62
 """Due time of a session that sends no more requests."""
 
@@ -111,15 +114,21 @@ class SessionTable:
         for depth in reversed(DEPTHS[:num_watched]):
             if hashes[depth - 1] in marks:
                 begin = max(0, depth - 1 - self._num_rewritten)  # a stem may be above the mark of its end
-                blocks = list(reversed(hashes[begin:limit]))
-                end = next(filter(self._by_end.__contains__, blocks), None)
-                if end is not None:
-                    del blocks[blocks.index(end) :]
-                stem = next(filter(self._by_stem.__contains__, blocks), None)
-                if stem is not None:
-                    return self._by_stem[stem]
-                return None if end is None else self._by_end[end]
+                return self._deepest(hashes, begin, limit)
             limit = depth - 1
+        return None
+
+    def _deepest(self, hashes: Sequence[BlockHash], begin: int, end: int) -> Session | None:
+        """Return the session of which the end, or the stem, is the deepest among blocks `[begin, end)`."""
+        for last in range(end, begin, -PIECE):
+            blocks = hashes[max(begin, last - PIECE) : last][::-1]
+            found = next(filter(self._by_end.__contains__, blocks), None)
+            above = len(blocks) if found is None else blocks.index(found)
+            stem = next(filter(self._by_stem.__contains__, blocks[:above]), None)
+            if stem is not None:
+                return self._by_stem[stem]
+            if found is not None:
+                return self._by_end[found]
         return None
 
     def name(self, session: Session, name: bytes) -> None:
