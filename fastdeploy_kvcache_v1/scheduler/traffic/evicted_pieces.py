@@ -78,8 +78,7 @@ class EvictedPieces:
     def look_at_clock(self) -> None:
         """Let pieces that leave from here on have the present time. A call for each piece would cost too much."""
         self.now = self._clock()
-        time_bits = (int((self.now - self._start) * TICKS_PER_SECOND) & TIME_MASK) << TIME_AT
-        self._common = [time_bits | cause << CAUSE_AT for cause in range(len(CAUSES))]
+        self._time_bits = (int((self.now - self._start) * TICKS_PER_SECOND) & TIME_MASK) << TIME_AT
 
     def add(self, run: Run, start: int, cause: int) -> None:
         """Remember that the blocks of `run` from `start` of its cells on leave the cache for `CAUSES[cause]`. O(1)."""
@@ -89,7 +88,7 @@ class EvictedPieces:
         if length > LENGTH_MASK:
             length = LENGTH_MASK
         ends_on = cells[WIDTH * end - WIDTH][0]
-        young[key] = (num_left << NUMBER_AT) + self._common[cause] + (length << LENGTH_AT | ends_on)
+        young[key] = num_left << NUMBER_AT | self._time_bits | cause << CAUSE_AT | length << LENGTH_AT | ends_on
         faded[key % len(faded)] = key >> 32 & 0xFF or 1
         if len(young) >= self._most:
             self._young, self._old = {}, young
