@@ -161,7 +161,7 @@ class SessionTable:
 
     def check(self) -> None:
         """Raise `InvariantError` for a session whose last run is not its own, or cannot be found. O(sessions)."""
-        for session in {*self._by_end.values(), *self._by_name.values()}:
+        for session in {*self._by_end.values(), *self._by_stem.values(), *self._by_name.values()}:
             leaf = session.leaf
             expect(leaf is None or leaf.owner is session, "a session ends on a run of another one")
             is_lost = leaf is not None and (leaf.detached or not (leaf.on_device or leaf.host is not None))

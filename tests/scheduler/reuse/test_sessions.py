@@ -173,8 +173,11 @@ RETURNS = (None, None, -1.0, 0.0, 0.5, 20.0, 1e5, 2_592_000.0)
 def test_random_steps_with_hints_keep_every_invariant_and_leave_no_garbage(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables are small; times are told while a request runs, after its blocks were evicted, and after a reset."""
+    """Tables are small; times are told while a request runs, after its blocks were evicted, and after a reset. Prompts
+    rewrite the ends of others that run, or whose blocks were evicted.
+    """
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 12)
+    monkeypatch.setattr(sessions, "REWRITTEN_TOKENS", rewritten := seed % 4)
     monkeypatch.setattr(claims, "MOST_TENANTS", 2)
     monkeypatch.setattr(history_module, "REQUESTS_PER_REFRESH", 4)
     dice, now = random.Random(seed), [0.0]
@@ -192,7 +195,8 @@ def test_random_steps_with_hints_keep_every_invariant_and_leave_no_garbage(
             base = dice.choice(texts)
             told = names.get(base, told) if dice.random() < 0.7 else told
             base = base[: dice.randrange(1, len(base) + 1)] if dice.random() < 0.2 else base
-            text = (base + "".join(dice.choices("pqrst", k=dice.randrange(1, 5))))[:10]
+            base = base[: len(base) - dice.randrange(rewritten + 1)] or base
+            text = (base + "".join(dice.choices("pqrst", k=dice.randrange(1, 5))))[:16]
             sequence = prompt(text)
             sequence.session = names[text] = told
             cache.match_prefix(str(number), sequence, resumed=dice.random() < 0.1)
