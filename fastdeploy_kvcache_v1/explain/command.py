@@ -22,7 +22,7 @@ from .sizes import told
 
 HEALTHY, WORTH_ACTING, UNREACHABLE = 0, 1, 2
 
-HINTS = {401: "it asks for a key: --api-key KEY", 404: "it runs without this cache manager"}
+HINTS = {401: "it asks for a key: --api-key KEY", 404: "it is a router, or runs without this cache manager"}
 """By HTTP status."""
 
 TIMEOUT_S = 10.0

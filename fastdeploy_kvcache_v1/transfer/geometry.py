@@ -75,11 +75,6 @@ class Geometry:
         return cls(model, block_size, layout.num_layers, roles, num_kv_heads, tp_size, tp_rank)
 
     @property
-    def num_regions(self) -> int:
-        """Tensors, in layer order and in role order within a layer."""
-        return self.num_layers * len(self.roles)
-
-    @property
     def heads(self) -> range:
         """The model's KV heads that this rank holds; empty where no role is split."""
         return range(0) if self.num_kv_heads is None else _heads_of(self.num_kv_heads, self.tp_size, self.tp_rank)
