@@ -108,7 +108,7 @@ def _serve(settings: Settings, run_directory: Path) -> int:
             wait_settled(lambda: len(living_processes()))
             manager = "this package's cache manager" if settings.uses_our_manager else "FastDeploy's cache manager"
             urls = " ".join(settings.urls)
-            print(f"FastDeploy on the CPU, with {manager}: {urls} (logs: {settings.log_directory})", flush=True)
+            print(f"Ready: {urls} runs FastDeploy on the CPU, with {manager} (logs: {settings.log_directory})", flush=True)
             reason = _watch(settings, server)
     finally:
         end_process(server, GRACE_S)
