@@ -484,7 +484,7 @@ class CacheManager:
         return CacheReport(self._name, block_size, block_bytes, device, host, requests, samples_of(parts))
 
     def traffic(self) -> Traffic:
-        """Return the latest requests, for `sizing`. It takes up to 50 ms, and the lock for less than 1 ms."""
+        """Return the latest requests, for `sizing`. It takes half a second at most, and the lock for less than 1 ms."""
         with self._lock:
             rate, is_whole, rows = self._log.copied()
         return Traffic(rate, is_whole, list(map(row_of, rows)))
