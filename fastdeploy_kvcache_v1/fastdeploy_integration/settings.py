@@ -13,8 +13,8 @@ from ..config import KVCacheConfig, WritePolicy
 from ..contract.flags import CACHE_FLAGS, SWAP_SPACE, WRITE_POLICY
 from ..errors import ConfigError
 from ..scheduler.policies.eviction import EVICTION_POLICY
-from ..storage.registry import own_flags, store_kind
-from ..storage.settings import STORAGE_FLAGS, StorageSettings
+from ..storage.registry import store_kind
+from ..storage.settings import STORAGE_FLAGS, StorageSettings, flags_of_others
 
 ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FLAGS) if flag.fastdeploy == "added")
 """Fields that FastDeploy's `EngineArgs` and `CacheConfig` lack."""
@@ -80,10 +80,6 @@ def without_effect(cache: Any) -> list[str]:
         (given.get("kvcache_storage_gib"), not has_directory, "only the file store has a limit"),
         (given.get("kvcache_storage_write_gib_per_day"), not has_directory, "only the file store has a budget"),
         (given.get("storage_prefetch"), not store, "there is no store (--kvcache-storage-backend)"),
-        *(
-            (given.get(flag.name), store != name, f"only the {name} store has it")
-            for name, flags in own_flags().items()
-            for flag in flags
-        ),
+        *((given[flag.name], True, f"only the {name} store has it") for flag, name in flags_of_others(cache)),
     )
     return [f"{flag} has no effect: {reason}" for flag, applies, reason in checks if flag and applies]

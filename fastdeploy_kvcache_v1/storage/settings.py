@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config import GIB, one_of
+from ..contract.flags import Flag
 from ..errors import ConfigError
 from .registry import StoreKind, known_names, own_flags, store_flag, store_kind
 
-__all__ = ["STORAGE_FLAGS", "Prefetch", "StorageSettings"]
+__all__ = ["STORAGE_FLAGS", "Prefetch", "StorageSettings", "flags_of_others"]
 
 
 class Prefetch(str, enum.Enum):
@@ -97,6 +98,16 @@ class StorageSettings:
                 raise ConfigError(f"{name} must be a number of seconds from 0 on, got {getattr(self, name)}")
         if self.min_tokens < 1:
             raise ConfigError(f"min_tokens must be at least 1, got {self.min_tokens}")
+
+
+def flags_of_others(values: Any) -> Iterator[tuple[Flag, str]]:
+    """Flags that `values` give to stores which its `kvcache_storage_backend` does not name, with the store's name.
+    A default is not given.
+    """
+    for name, flags in own_flags().items():
+        for flag in flags:
+            if name != values.kvcache_storage_backend and getattr(values, flag.name) not in (None, flag.default):
+                yield flag, name
 
 
 def _is_set(variable: str) -> bool:

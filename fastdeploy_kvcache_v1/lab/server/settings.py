@@ -14,8 +14,8 @@ from ...config import DEFAULT_PORT, GIB, KVCacheConfig, WritePolicy
 from ...contract.flags import CACHE_FLAGS, Flag
 from ...errors import ConfigError
 from ...scheduler.policies.eviction import EVICTION_POLICY
-from ...storage.registry import own_flags, store_kind
-from ...storage.settings import STORAGE_FLAGS, StorageSettings, takes_host_blocks
+from ...storage.registry import store_kind
+from ...storage.settings import STORAGE_FLAGS, StorageSettings, flags_of_others, takes_host_blocks
 from ..model.config import CACHE_DTYPES, DEFAULT_FAMILY, ChecksumConfig, ModelConfig
 from ..model.reproducible import default_threads
 from .disaggregation.settings import ROLE_FLAGS, RoleSettings, role_settings
@@ -229,10 +229,8 @@ def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> Stora
     backend = values.kvcache_storage_backend
     if values.kvcache_storage_dir is not None and not (backend and store_kind(backend).has_directory):
         raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
-    for name, flags in own_flags().items():
-        for flag in flags:
-            if getattr(values, flag.name) != flag.default and name != backend:
-                raise ConfigError(f"{flag.option} needs --kvcache-storage-backend {name}")
+    for flag, name in flags_of_others(values):
+        raise ConfigError(f"{flag.option} needs --kvcache-storage-backend {name}")
     if backend is None:
         return None
     settings = StorageSettings.of_flags(values)
