@@ -75,16 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--write-bodies", action="store_true", help="with --source: print patches/bodies-RELEASE.toml for that tree"
     )
     parser.add_argument(
-        "--kvcache-storage-dir",
-        type=Path,
-        metavar="DIR",
-        help="also check that this directory can store blocks, and measure its speed; made if missing",
-    )
-    parser.add_argument(
         "--kvcache-storage-backend",
         choices=known_names(),
         metavar="NAME",
-        help="also check this store with its configuration (file: give the directory)",
+        help="also check this store and measure its speed, as each store whose flags are given",
     )
     for role in ("prefill", "decode"):
         parser.add_argument(
@@ -95,8 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"also check these servers with --role {role} (FastDeploy: their log directory's kvcache_role.json)",
         )
     parser.add_argument("--peer-secret-file", type=Path, metavar="FILE", help="the secret of these servers")
-    for flags in own_flags().values():
-        add_flags(parser, flags, with_defaults=True)
+    add_flags(parser, [flag for flags in own_flags().values() for flag in flags], with_defaults=True)
 
 
 def run(args: argparse.Namespace) -> int:

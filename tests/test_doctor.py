@@ -326,6 +326,13 @@ def test_a_storage_directory_is_tried_out_and_measured(storage_doctor, tmp_path)
     assert re.fullmatch(rf"{name}: 64 MiB stored at [\d,]+ MB/s and read at [\d,]+ MB/s, through the page cache", line)
 
 
+def test_a_store_is_tried_where_one_of_its_flags_is_given(storage_doctor):
+    for where in ("backend=file", "gib=3"):
+        status, line = storage_doctor(where)
+        assert (status, line[:22]) == (1, "FAIL  storage file: --")
+        assert "--kvcache-storage-backend file needs --kvcache-storage-dir (directory" in line
+
+
 def test_what_a_storage_directory_holds_stays_as_it_is(storage_doctor, tmp_path):
     server = FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1 << 20)
     server.put(keys(1, 2), values(keys(1, 2)))

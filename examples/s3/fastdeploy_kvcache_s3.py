@@ -123,8 +123,7 @@ def _asked(ask: Callable[[], Any], *, missing: bool = False) -> Any:
 
 
 def _check(chosen: Chosen, namespace: Namespace | None) -> None:
-    if not (bucket := chosen.options[BUCKET.name]):
-        raise ConfigError(f"the store s3 got no bucket, expected its name: give {BUCKET.option}")
+    bucket = chosen.options[BUCKET.name]
     client = _connect()
     try:
         if _asked(lambda: client.head_bucket(Bucket=bucket), missing=True) is None:

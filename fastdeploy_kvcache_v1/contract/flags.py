@@ -37,10 +37,17 @@ class Flag:
     most: float = math.inf
     fastdeploy: Literal["yes", "added", "no"] = "no"
     """Does FastDeploy's api_server have this flag? `added`: by this package."""
+    variable: str = ""
+    """Of the environment: it stands in for a store's flag that is not given."""
 
     @property
     def option(self) -> str:
         return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def is_required(self) -> bool:
+        """By a store that has this flag: nothing else says what follows without it."""
+        return self.default is None and not self.otherwise
 
     @property
     def full_help(self) -> str:

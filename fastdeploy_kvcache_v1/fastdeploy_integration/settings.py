@@ -13,7 +13,6 @@ from ..config import KVCacheConfig, WritePolicy
 from ..contract.flags import CACHE_FLAGS, SWAP_SPACE, WRITE_POLICY
 from ..errors import ConfigError
 from ..scheduler.policies.eviction import EVICTION_POLICY
-from ..storage.registry import store_kind
 from ..storage.settings import STORAGE_FLAGS, StorageSettings, flags_of_others
 
 ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FLAGS) if flag.fastdeploy == "added")
@@ -21,8 +20,6 @@ ADDED_FLAGS = tuple(flag for flag in (*CACHE_FLAGS, EVICTION_POLICY, *STORAGE_FL
 
 BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
 STORAGE_VARIABLE = "FD_KVCACHE_V1_STORAGE"
-DIRECTORY_VARIABLE = "FILE_BACKEND_STORAGE_DIR"
-"""FastDeploy's variable for its file store."""
 
 RUN_DIRECTORY = "FASTDEPLOY_KVCACHE_CPU_RUN"
 """Variable with the private directory of a CPU server, in each of its processes."""
@@ -44,11 +41,11 @@ def storage_settings(cache: Any) -> StorageSettings | None:
     """By flags in the engine, by the environment in a worker. None without storage. Raises `ConfigError`."""
     if not cache.kvcache_storage_backend:
         return None
-    if cache.kvcache_storage_gib is None:  # a worker
+    if cache.storage_prefetch is None:  # a worker
         if not (exported := os.environ.get(STORAGE_VARIABLE)):
             raise ConfigError(f"got no {STORAGE_VARIABLE}, expected the engine's storage settings in it: report this")
         return StorageSettings(**json.loads(exported))
-    return StorageSettings.of_flags(cache, directory=os.environ.get(DIRECTORY_VARIABLE))
+    return StorageSettings.of_flags(cache)
 
 
 def export(
@@ -70,15 +67,11 @@ def without_effect(cache: Any) -> list[str]:
     counts_hits = cache.write_policy == WritePolicy.WRITE_THROUGH_SELECTIVE
     no_host = cache.write_policy != WritePolicy.AUTO and not cache.num_cpu_blocks
     no_caching, store = not cache.enable_prefix_caching, cache.kvcache_storage_backend
-    has_directory = bool(store) and store_kind(store).has_directory
     checks = (
         (given.get("swap_space"), no_caching and cache.swap_space, "prefix caching is off"),
         (given.get("eviction_policy"), no_caching, "prefix caching is off"),
         (threshold, not counts_hits, f"{policy} does not count hits; write_through_selective does"),
         (both, no_host, "there is no host tier (--swap-space)"),
-        (given.get("kvcache_storage_dir"), not has_directory, "only the file store has one"),
-        (given.get("kvcache_storage_gib"), not has_directory, "only the file store has a limit"),
-        (given.get("kvcache_storage_write_gib_per_day"), not has_directory, "only the file store has a budget"),
         (given.get("storage_prefetch"), not store, "there is no store (--kvcache-storage-backend)"),
         *((given[flag.name], True, f"only the {name} store has it") for flag, name in flags_of_others(cache)),
     )

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from ..config import MIB
 from ..contract.installation import Finding, missing_libraries, needed_by
 from ..errors import KVCacheError
-from .registry import known_names, store_kind
-from .settings import StorageSettings
+from .registry import StoreKind, known_names, store_kind
+from .settings import StorageSettings, flags_of_others
 
 
 def clients(args: argparse.Namespace) -> Iterator[Finding]:
@@ -24,33 +24,28 @@ def clients(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def stores(args: argparse.Namespace) -> Iterator[Finding]:
-    """Those that are named: a directory, or what servers share."""
-    backend, directory = args.kvcache_storage_backend, args.kvcache_storage_dir
-    kinds = [store_kind(name) for name in known_names()]
-    for kind in kinds:
-        if kind.has_directory and directory is not None:
-            yield _tried(f"storage {kind.name} {directory}", StorageSettings(kind.name, directory))
-        elif kind.has_directory and backend == kind.name:
-            error = "got no directory, expected one: give --kvcache-storage-dir DIR"
-            yield Finding(False, f"storage {kind.name}", error)
-        elif kind.name == backend:
-            given = {flag: getattr(args, flag.name) for flag in kind.flags}
-            options = {flag.name: None if value is None else flag.checked(value) for flag, value in given.items()}
-            yield _tried(f"storage {backend}", StorageSettings(backend, options=options))
+    """Those that are named, and those whose flags are given."""
+    named = {args.kvcache_storage_backend, *(name for _, name in flags_of_others(args))}
+    for kind in map(store_kind, known_names()):
+        if kind.name in named:
+            yield _tried(kind, args)
 
 
-def _tried(name: str, settings: StorageSettings) -> Finding:
+def _tried(kind: StoreKind, args: argparse.Namespace) -> Finding:
     from .base import StorageFullError
 
+    name = f"storage {kind.name}"
     try:
         with needed_by("this check", "embedded"):
             from . import round_trip
 
-            settings.kind.check(settings, None)
-            took = round_trip.try_store(settings.kind, settings)
+            settings = StorageSettings(kind.name, kind.options_of(args))
+            name = " ".join([name, *(str(settings.options[flag.name]) for flag in kind.flags if flag.is_required)])
+            kind.check(settings, None)
+            took = round_trip.try_store(kind, settings)
     except StorageFullError:
         return Finding(None, name, "got an answer, but no room for a trial: start a server that gives memory")
     except (OSError, ImportError, KVCacheError) as error:
         return Finding(False, name, " ".join(str(error).split()) or type(error).__name__)
     put, get = (f"{took.num_bytes / 1e6 / seconds:,.0f} MB/s" for seconds in (took.put_s, took.get_s))
-    return Finding(True, name, f"{took.num_bytes // MIB} MiB stored at {put} and read at {get}{settings.kind.measures}")
+    return Finding(True, name, f"{took.num_bytes // MIB} MiB stored at {put} and read at {get}{kind.measures}")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..config import one_of
@@ -34,12 +34,6 @@ store_flag = functools.partial(Flag, group="storage", fastdeploy="added")
 class Chosen(Protocol):
     """What of `StorageSettings` is for a store."""
 
-    @property
-    def directory(self) -> Path | None: ...
-    @property
-    def capacity_bytes(self) -> int: ...
-    @property
-    def write_bytes_per_day(self) -> int | None: ...
     @property
     def flush_only(self) -> bool: ...
     @property
@@ -72,14 +66,13 @@ class StoreKind:
     """What `doctor` adds to the rates."""
     flags: Sequence[Flag] = ()
     """Its own, for every command that names stores: made by `store_flag`, of the names `kvcache_NAME_...`, of type str,
-    int, float or bool. `Chosen.options` has their values by name.
+    int, float or bool. `Chosen.options` has their values by name. Users must give one that has neither `default` nor
+    `otherwise`.
     """
     module: str | None = None
     """The Python module that it needs."""
     libraries: Mapping[str, str] = field(default_factory=dict)
     """Of the system, with Debian's names of their packages."""
-    has_directory: bool = False
-    """It is in `--kvcache-storage-dir`, and as large as `--kvcache-storage-gib`."""
     has_index: bool = False
     """It can be told what a server has without being given the blocks."""
     beside: Callable[[Chosen, int], object] | None = None
@@ -88,6 +81,18 @@ class StoreKind:
     """
     load_threads: int = 4
     """Connections that load side by side. 1: the store itself reads the values of one `get` side by side."""
+
+    def options_of(self, values: Any) -> dict[str, Any]:
+        """Its flags are attributes of `values`. Raises `ConfigError` for a wrong value, and for a missing one."""
+        options = {}
+        for flag in self.flags:
+            value = getattr(values, flag.name)
+            if value in (None, ""):
+                value = os.environ.get(flag.variable) or None
+            if value is None and flag.is_required:
+                raise ConfigError(f"--kvcache-storage-backend {self.name} needs {flag.option} ({flag.help})")
+            options[flag.name] = None if value is None else flag.checked(value)
+        return options
 
 
 def known_names() -> list[str]:
@@ -100,12 +105,12 @@ def store_kind(name: str) -> StoreKind:
     """Raises `ConfigError` for an unknown name, and for an added store that cannot be loaded."""
     one_of("--kvcache-storage-backend", known_names(), name)
     if name in OURS:
-        kind: Any = importlib.import_module(f".{name}.description", __package__).STORE
-    else:
-        try:
-            kind = _added()[name].load()
-        except Exception as error:  # the edge to a foreign package
-            raise ConfigError(f"cannot load the store {name} ({_added()[name].value}): {error!r}") from error
+        ours: StoreKind = importlib.import_module(f".{name}.description", __package__).STORE
+        return ours
+    try:
+        kind = _added()[name].load()
+    except Exception as error:  # the edge to a foreign package
+        raise ConfigError(f"cannot load the store {name} ({_added()[name].value}): {error!r}") from error
     if not isinstance(kind, StoreKind) or kind.name != name:
         raise ConfigError(f"the entry point {name} of {GROUP} must be a StoreKind of that name, got {kind!r}")
     begin = f"kvcache_{name}_".replace("-", "_")
@@ -116,9 +121,9 @@ def store_kind(name: str) -> StoreKind:
 
 
 def own_flags() -> dict[str, Sequence[Flag]]:
-    """Of each added store. A store that cannot be loaded has none: `store_kind` says why, to who chooses it."""
+    """Of each store. One that cannot be loaded has none: `store_kind` says why, to who chooses it."""
     flags = {}
-    for name in _added():
+    for name in known_names():
         with suppress(ConfigError):
             flags[name] = store_kind(name).flags
     return flags

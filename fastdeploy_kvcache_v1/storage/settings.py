@@ -6,11 +6,9 @@ import enum
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ..config import GIB, one_of
+from ..config import one_of
 from ..contract.flags import Flag
 from ..errors import ConfigError
 from .registry import StoreKind, known_names, own_flags, store_flag, store_kind
@@ -41,16 +39,10 @@ class StorageSettings:
     """Raises `ConfigError` when constructed with a value that cannot work."""
 
     backend: str
-    directory: Path | None = None
-    """Of the `file` store."""
-    capacity_bytes: int = 10 << 30
-    """Of the `file` store, for all who share the directory."""
-    write_bytes_per_day: int | None = None
-    """Into that directory, by all who share it. None: as many as there are."""
-    flush_only: bool = False
-    """Of the `attention_store`: no block is loaded or stored, only its index is told what this server has."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of the store's own flags, see `StoreKind.flags`."""
+    flush_only: bool = False
+    """Of the `attention_store`: no block is loaded or stored, only its index is told what this server has."""
     prefetch: Prefetch = Prefetch.TIMEOUT
     min_tokens: int = 256
     """A shorter stored prefix is computed instead: asking and waiting cost more."""
@@ -60,19 +52,16 @@ class StorageSettings:
     """A store that brings nothing for so long stands still."""
 
     @classmethod
-    def of_flags(cls, values: Any, *, directory: Any = None) -> StorageSettings:
-        """`values` has `STORAGE_FLAGS` as attributes, checked, and a backend among them. `directory`: where no flag
-        names one. FastDeploy's variables count, too. Raises `ConfigError`.
+    def of_flags(cls, values: Any) -> StorageSettings:
+        """`values` has `STORAGE_FLAGS` as attributes, and a backend among them. FastDeploy's variables count, too.
+        Raises `ConfigError`.
         """
-        backend, written_gib = values.kvcache_storage_backend, values.kvcache_storage_write_gib_per_day
+        kind = store_kind(values.kvcache_storage_backend)
         return cls(
-            backend,
-            values.kvcache_storage_dir or directory,
-            capacity_bytes=int(values.kvcache_storage_gib * GIB),
-            write_bytes_per_day=None if written_gib is None else int(written_gib * GIB),
+            kind.name,
+            kind.options_of(values),
+            flush_only=kind.has_index and _is_set("FD_AS_ONLY_FLUSH"),
             prefetch=values.storage_prefetch,
-            flush_only=store_kind(backend).has_index and _is_set("FD_AS_ONLY_FLUSH"),
-            options={flag.name: getattr(values, flag.name) for flag in store_kind(backend).flags},
         )
 
     @property
@@ -86,13 +75,8 @@ class StorageSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", Prefetch(one_of("--storage-prefetch", Prefetch, self.prefetch)))
-        object.__setattr__(self, "directory", None if self.directory is None else Path(self.directory))
-        if self.kind.has_directory and self.directory is None:
-            raise ConfigError(f"the storage backend {self.backend} needs a directory: give --kvcache-storage-dir")
-        if self.flush_only and not self.kind.has_index:
+        if not self.kind.has_index and self.flush_only:
             raise ConfigError(f"the storage backend {self.backend} has no index to flush: choose one that has")
-        if self.capacity_bytes <= 0:
-            raise ConfigError(f"the storage capacity must be above 0 bytes, got {self.capacity_bytes}")
         for name in ("timeout_base_s", "timeout_per_1k_tokens_s", "stall_s"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise ConfigError(f"{name} must be a number of seconds from 0 on, got {getattr(self, name)}")
@@ -117,8 +101,6 @@ def _is_set(variable: str) -> bool:
     return text == "1"
 
 
-_gib = partial(store_flag, type=float, unit="GIB", above=0)
-
 STORAGE_FLAGS = (
     store_flag(
         "kvcache_storage_backend",
@@ -128,9 +110,7 @@ STORAGE_FLAGS = (
         choices=known_names(),
         fastdeploy="yes",
     ),
-    store_flag("kvcache_storage_dir", "directory of the file backend, created if missing", unit="DIR"),
-    _gib("kvcache_storage_gib", "largest size of that directory in GiB", default=StorageSettings.capacity_bytes / GIB),
-    _gib("kvcache_storage_write_gib_per_day", "most GiB that its servers write into it a day", otherwise="no limit"),
+    *(flag for flags in own_flags().values() for flag in flags),
     store_flag(
         "storage_prefetch",
         "how long a request waits for a stored prefix",
@@ -138,5 +118,4 @@ STORAGE_FLAGS = (
         unit="POLICY",
         choices=Prefetch,
     ),
-    *(flag for flags in own_flags().values() for flag in flags),
 )

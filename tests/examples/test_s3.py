@@ -83,8 +83,8 @@ def test_what_does_not_work_is_one_line(s3, bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match=r"s3 does not answer: .*127\.0\.0\.1:9"):
         check(bucket)
-    with pytest.raises(ConfigError, match="expected its name: give --kvcache-s3-bucket"):
-        check(None)
+    with pytest.raises(ConfigError, match="--kvcache-storage-backend s3 needs --kvcache-s3-bucket"):
+        s3.STORE.options_of(SimpleNamespace(kvcache_s3_bucket=None))
 
 
 @pytest.mark.process

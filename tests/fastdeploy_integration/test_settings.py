@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.switch import SESSION_VARIABLE, name_session
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in (settings.STORAGE_VARIABLE, settings.DIRECTORY_VARIABLE, SESSION_VARIABLE):
+    for name in (settings.STORAGE_VARIABLE, "FILE_BACKEND_STORAGE_DIR", SESSION_VARIABLE):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
 
@@ -26,6 +26,10 @@ def flags(backend="file", directory="/a", gib=1.0, prefetch="timeout"):
 WORKER = flags(directory=None, gib=None, prefetch=None)
 
 
+def directory_of(given):
+    return settings.storage_settings(given).options["kvcache_storage_dir"]
+
+
 def export(storage, monkeypatch):
     environment = dict(os.environ)
     settings.export(None, storage, environment)
@@ -35,15 +39,15 @@ def export(storage, monkeypatch):
 
 def test_an_engine_has_its_own_flags_whatever_one_before_it_has_exported(monkeypatch):
     export(settings.storage_settings(flags()), monkeypatch)
-    assert str(settings.storage_settings(flags(directory="/b", gib=5.0)).directory) == "/b"
+    assert directory_of(flags(directory="/b", gib=5.0)) == "/b"
     with pytest.raises(ConfigError, match="--storage-prefetch must be one of"):
         settings.storage_settings(flags(prefetch="never"))
 
 
 def test_fastdeploys_own_variable_names_the_directory(monkeypatch):
     monkeypatch.setenv("FILE_BACKEND_STORAGE_DIR", "/c")
-    assert str(settings.storage_settings(flags(directory=None)).directory) == "/c"
-    assert str(settings.storage_settings(flags()).directory) == "/a"
+    assert directory_of(flags(directory=None)) == "/c"
+    assert directory_of(flags()) == "/a"
 
 
 @pytest.mark.parametrize("exported", [None, ""])

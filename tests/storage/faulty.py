@@ -34,9 +34,9 @@ class FaultyBackend(FileBackend):
                 time.sleep(0.005)
 
     def __init__(self, chosen, namespace):
-        self.beside = Path(chosen.directory)
+        self.beside = Path(chosen.options["kvcache_storage_dir"])
         self._act("open", ())
-        super().__init__(self.beside / "kv", namespace, capacity_bytes=chosen.capacity_bytes)
+        super().__init__(self.beside / "kv", namespace, capacity_bytes=10 << 30)
 
     @property
     def may_write_late(self):

@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.storage import registry
 from fastdeploy_kvcache_v1.storage.parts import Parts
 from fastdeploy_kvcache_v1.storage.process import Limits, StoreProcess
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from tests.storage.values import BLOCK_BYTES, VALUE_BYTES, block_hash, namespace
+from tests.storage.values import BLOCK_BYTES, VALUE_BYTES, block_hash, file_options, namespace
 
 LIMIT_S = 60.0
 NUM_SLOTS = 16
@@ -48,7 +48,7 @@ class StoreHost:
         directory.mkdir(exist_ok=True)
         self.answers = queue.SimpleQueue()
         self.events = []
-        settings = StorageSettings(backend, directory)
+        settings = StorageSettings(backend, file_options(directory))
         self.parts = Parts.of(ranks, heads)
         self.process = StoreProcess(settings, self.parts, limits=limits)
         self.process.listen(self._heard)

@@ -60,8 +60,8 @@ def test_only_the_index_is_told_where_fastdeploys_variable_says_so(monkeypatch, 
 
 def test_flags_are_taken_over():
     settings = of_flags(gib=0.5, prefetch="best_effort")
-    taken = settings.capacity_bytes, settings.prefetch, str(settings.directory)
-    assert taken == (1 << 29, Prefetch.BEST_EFFORT, "kv")
+    assert settings.prefetch is Prefetch.BEST_EFFORT
+    assert (settings.options["kvcache_storage_dir"], settings.options["kvcache_storage_gib"]) == ("kv", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,9 @@ def test_flags_are_taken_over():
     [
         ({"prefetch": "soon"}, "--storage-prefetch must be one of best_effort, timeout, wait_complete, got 'soon'"),
         ({"backend": "disk"}, "--kvcache-storage-backend must be one of file, mooncake, attention_store, got 'disk'"),
-        ({"directory": None}, "needs a directory: give --kvcache-storage-dir"),
+        ({"directory": None}, "--kvcache-storage-backend file needs --kvcache-storage-dir"),
+        ({"directory": ""}, "--kvcache-storage-backend file needs --kvcache-storage-dir"),
+        ({"gib": 0.0}, "--kvcache-storage-gib must be a number above 0, got 0.0"),
     ],
 )
 def test_a_flag_that_cannot_work_is_named(change, line):
@@ -81,7 +83,6 @@ def test_a_flag_that_cannot_work_is_named(change, line):
     ("change", "line"),
     [
         ({"flush_only": True}, "the storage backend mooncake has no index to flush: choose one that has"),
-        ({"capacity_bytes": 0}, "must be above 0 bytes, got 0"),
         ({"timeout_base_s": -1}, "timeout_base_s must be a number of seconds from 0 on, got -1"),
         ({"timeout_per_1k_tokens_s": 1e6}, "timeout_per_1k_tokens_s must be"),
         ({"stall_s": float("nan")}, "stall_s must be"),
@@ -94,7 +95,7 @@ def test_a_setting_that_cannot_work_is_named(change, line):
 
 
 def test_the_least_that_can_work():
-    StorageSettings("mooncake", capacity_bytes=1, timeout_base_s=0, timeout_per_1k_tokens_s=0, stall_s=0, min_tokens=1)
+    StorageSettings("mooncake", timeout_base_s=0, timeout_per_1k_tokens_s=0, stall_s=0, min_tokens=1)
 
 
 def test_a_variable_that_is_no_switch_is_named(monkeypatch):

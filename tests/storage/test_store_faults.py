@@ -44,7 +44,7 @@ class Server:
         self.host, self.rng = host, random.Random(seed)
         config = KVCacheConfig(24, NUM_SLOTS, block_size=1, write_policy=WritePolicy.WRITE_THROUGH)
         self.manager = CacheManager(config)
-        settings = StorageSettings("faulty", host.directory, min_tokens=1)
+        settings = StorageSettings("faulty", min_tokens=1)
         for rank in range(RANKS):
             host.use_memory(rank)
         self.tier = StorageTier(

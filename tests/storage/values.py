@@ -1,5 +1,8 @@
 """Shared by the storage tests: a namespace, and sealed blocks whose bytes follow from their key."""
 
+from typing import Any
+
+from fastdeploy_kvcache_v1.config import GIB
 from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageBackend
 from fastdeploy_kvcache_v1.storage.conformance import (
     BLOCK_BYTES,
@@ -16,6 +19,7 @@ from fastdeploy_kvcache_v1.storage.conformance import (
     sealed,
     values,
 )
+from fastdeploy_kvcache_v1.storage.registry import store_kind
 from fastdeploy_kvcache_v1.worker.ops import host_alloc
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "block_hash",
     "content",
     "empty",
+    "file_options",
     "got",
     "holds",
     "keys",
@@ -34,6 +39,12 @@ __all__ = [
     "sealed",
     "values",
 ]
+
+
+def file_options(directory: object, capacity_bytes: int = 10 * GIB) -> dict[str, Any]:
+    """Of settings of the `file` store."""
+    given = {"kvcache_storage_dir": str(directory), "kvcache_storage_gib": capacity_bytes / GIB}
+    return {flag.name: flag.default for flag in store_kind("file").flags} | given
 
 
 def register(backend: StorageBackend, count: int) -> list[memoryview]:

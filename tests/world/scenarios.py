@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -109,7 +108,7 @@ def updating(world: Any, rng: random.Random, *, make: Callable[..., None], **opt
 
 
 def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, ranks: Sequence[Rank]) -> None:
-    settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
+    settings = StorageSettings(backend, prefetch=rng.choice(list(Prefetch)), min_tokens=1)
     passes = RankPasses(len(ranks), world.clock) if settings.uses_device_tier else None
     store = make_store(world, settings, ranks, cache.manager, None, passes)
     storage = EngineStorage(store.tier, store, lock=cache._lock, find_namespace=namespace, passes=passes)
@@ -160,7 +159,7 @@ def make_engine(
     policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
     shared, flush_only, on_device, store = rng.choice([0, block_size, 256]), False, False, None
     if backend:
-        settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
+        settings = StorageSettings(backend, prefetch=rng.choice(list(Prefetch)), min_tokens=1)
         flush_only = backend == "attention_store" and rng.random() < 0.3
         settings = replace(settings, flush_only=flush_only)
         on_device = settings.uses_device_tier

@@ -14,7 +14,6 @@ from ...config import DEFAULT_PORT, GIB, KVCacheConfig, WritePolicy
 from ...contract.flags import CACHE_FLAGS, Flag
 from ...errors import ConfigError
 from ...scheduler.policies.eviction import EVICTION_POLICY
-from ...storage.registry import store_kind
 from ...storage.settings import STORAGE_FLAGS, StorageSettings, flags_of_others, takes_host_blocks
 from ..model.config import CACHE_DTYPES, DEFAULT_FAMILY, ChecksumConfig, ModelConfig
 from ..model.reproducible import default_threads
@@ -226,12 +225,9 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: in
 
 
 def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> StorageSettings | None:
-    backend = values.kvcache_storage_backend
-    if values.kvcache_storage_dir is not None and not (backend and store_kind(backend).has_directory):
-        raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
     for flag, name in flags_of_others(values):
         raise ConfigError(f"{flag.option} needs --kvcache-storage-backend {name}")
-    if backend is None:
+    if values.kvcache_storage_backend is None:
         return None
     settings = StorageSettings.of_flags(values)
     if settings.uses_device_tier:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1 import __version__
-from fastdeploy_kvcache_v1.config import GIB
 from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, SWAP_OUT, CopyResult, PrefillTime, RankCopies, WorkerReport
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
@@ -17,7 +16,6 @@ from fastdeploy_kvcache_v1.storage import backends
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.parts import Parts
-from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.switch import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.telemetry.metrics import source_of
 from fastdeploy_kvcache_v1.telemetry.trace_recorder import VARIABLE as RECORD_VARIABLE
@@ -29,7 +27,7 @@ from .engine_cache import FakeSignal, fake_fastdeploy, launch, launched
 
 __all__ = ["fake_fastdeploy"]
 
-FLAGS_AT_REST = {"kvcache_storage_dir": None, "kvcache_storage_gib": StorageSettings.capacity_bytes / GIB}
+FLAGS_AT_REST = {"kvcache_storage_dir": None, "kvcache_storage_gib": 10.0}
 
 
 def rank_of(rank, num_ranks=2):

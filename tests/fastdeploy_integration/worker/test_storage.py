@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.switch import SESSION_VARIABLE
 from tests.fastdeploy_integration.fd_configs import fd_config
 
-FILE = StorageSettings("file", "/unused")
+FILE = StorageSettings("file")
 ATTENTION = StorageSettings("attention_store")
 
 
@@ -41,7 +41,7 @@ def config(settings, monkeypatch, *, host_blocks=0, caching=True):
     export(None, settings, environment := {})
     monkeypatch.setenv(STORAGE_VARIABLE, environment[STORAGE_VARIABLE])
     return fd_config(
-        kvcache_storage_backend=settings.backend, kvcache_storage_gib=None,
+        kvcache_storage_backend=settings.backend, storage_prefetch=None,
         num_cpu_blocks=host_blocks, enable_prefix_caching=caching,
     )  # fmt: skip
 

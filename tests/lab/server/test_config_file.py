@@ -49,7 +49,7 @@ def test_what_is_printed_reads_back_the_same(capsys, file, words):
 def test_defaults_that_are_printed_are_no_flags_that_contradict_each_other(capsys, file):
     path = file(printed(capsys, "--model", "random", "--kvcache-storage-backend", "file"))
     assert said(capsys, "--config", path, "--port", "0") == (
-        "the storage backend file needs a directory: give --kvcache-storage-dir"
+        "--kvcache-storage-backend file needs --kvcache-storage-dir (directory of the file backend, created if missing)"
     )
 
 

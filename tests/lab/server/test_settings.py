@@ -40,12 +40,15 @@ def test_defaults():
 def test_storage_is_a_directory_for_ten_gib_that_requests_wait_for_a_while():
     assert configure().storage is None
     storage = configure(*STORAGE).storage
-    assert (str(storage.directory), storage.capacity_bytes, storage.prefetch.value) == ("kv", 10 * GIB, "timeout")
+    assert storage.prefetch.value == "timeout"
+    assert storage.options == {
+        "kvcache_storage_dir": "kv", "kvcache_storage_gib": 10.0, "kvcache_storage_write_gib_per_day": None
+    }  # fmt: skip
 
 
 def test_mooncake_storage_shares_the_host_tier_and_takes_no_directory():
     storage = configure("--kvcache-storage-backend", "mooncake").storage
-    assert (storage.backend, storage.directory) == ("mooncake", None)
+    assert (storage.backend, storage.options) == ("mooncake", {})
     with pytest.raises(ConfigError, match="--kvcache-storage-dir needs --kvcache-storage-backend file"):
         configure("--kvcache-storage-backend", "mooncake", "--kvcache-storage-dir", "kv")
 
@@ -114,13 +117,14 @@ def test_model_name_comes_from_the_directory(tmp_path):
         (["--max-model-len", "40000"], "--max-model-len must be at most 32768 for this model, got 40000"),
         (
             ["--kvcache-storage-backend", "file"],
-            "the storage backend file needs a directory: give --kvcache-storage-dir",
+            "--kvcache-storage-backend file needs --kvcache-storage-dir (directory",
         ),
         (["--kvcache-storage-dir", "kv"], "--kvcache-storage-dir needs --kvcache-storage-backend file"),
         (
             [*ATTENTION_STORE, "--kvcache-storage-dir", "kv"],
             "--kvcache-storage-dir needs --kvcache-storage-backend file",
         ),
+        (["--kvcache-storage-gib", "5"], "--kvcache-storage-gib needs --kvcache-storage-backend file"),
         ([*ATTENTION_STORE, "--no-enable-prefix-caching"], "--kvcache-storage-backend needs the cache"),
         ([*STORAGE, "--swap-space", "0"], "--kvcache-storage-backend needs a host tier"),
         ([*STORAGE, "--no-enable-prefix-caching"], "--kvcache-storage-backend needs a host tier"),

@@ -29,7 +29,7 @@ from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.storage.file.stores import FILE_BYTES, found_in
-from tests.storage.values import DIGEST, got, keys, namespace, put
+from tests.storage.values import DIGEST, file_options, got, keys, namespace, put
 
 ENTRIES = ["link", "mkdir", "open", "rename", "replace", "rmdir", "symlink", "unlink"]
 CONTENTS = ["chmod", "fdatasync", "fsync", "ftruncate", "pwrite", "pwritev", "truncate", "utime", "write", "writev"]
@@ -133,7 +133,7 @@ class Place:
         self.mine, self.other = None, None
 
     def open(self, **changes):
-        settings = StorageSettings("file", self.directory, capacity_bytes=CAPACITY * FILE_BYTES)
+        settings = StorageSettings("file", file_options(self.directory, CAPACITY * FILE_BYTES))
         self.opened.append(settings.kind.open(settings, namespace(**changes)))
         return self.opened[-1]
 

@@ -69,9 +69,7 @@ class StorageServer:
     def __init__(self, *, stored=None, device=None, host=None, seed=0, prefetch="timeout", min_tokens=4, **options):
         self.clock, self._random = Clock(), random.Random(seed)
         flush_only = options.pop("flush_only", False)
-        settings = StorageSettings(
-            self.backend, "/unused", prefetch=prefetch, min_tokens=min_tokens, flush_only=flush_only
-        )
+        settings = StorageSettings(self.backend, prefetch=prefetch, min_tokens=min_tokens, flush_only=flush_only)
         on_device, sizes = settings.uses_device_tier, (device or self.tiers[0], self.tiers[1] if host is None else host)
         config = KVCacheConfig(
             *sizes,

@@ -242,7 +242,7 @@ class Store(world_store.Store):
         self.listen(self.answers.append)
 
     def tier(self, manager):
-        settings = StorageSettings("file", "/unused", prefetch="wait_complete", min_tokens=BLOCK)
+        settings = StorageSettings("file", prefetch="wait_complete", min_tokens=BLOCK)
         return StorageTier(manager, settings, namespace(), self)
 
     def serve(self, engine):

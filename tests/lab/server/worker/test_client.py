@@ -25,6 +25,7 @@ from fastdeploy_kvcache_v1.lab.server.worker import client, rank_process
 from fastdeploy_kvcache_v1.lab.server.worker.client import ProcessWorkerClient, StartInterruptedError
 from fastdeploy_kvcache_v1.lab.server.worker.messages import WorkerLaunch
 from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings
+from tests.storage.values import file_options
 
 ONE = ServerConfig(cache=KVCacheConfig(8, 4, block_size=16), max_model_len=128)
 TWO = replace(ONE, tensor_parallel_size=2)
@@ -68,7 +69,7 @@ def running(config, **options):
 
 
 def stored_in(directory):
-    return StorageSettings("file", Path(directory, "store"), capacity_bytes=1 << 30, prefetch=Prefetch.BEST_EFFORT)
+    return StorageSettings("file", file_options(Path(directory, "store")), prefetch=Prefetch.BEST_EFFORT)
 
 
 def name_of(rank, config):
