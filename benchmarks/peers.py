@@ -8,20 +8,19 @@ variable. A contender that this machine lacks is a row that says why; `--only ou
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from _support import ROOT, begin, generated_trace, median, percentile, sized, trace_name
+from _support import begin, generated_trace, median, percentile, sized, trace_name
 
 from fastdeploy_kvcache_v1.lab.replay.hashes import TraceHasher
 from fastdeploy_kvcache_v1.lab.replay.trace import read_trace
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from driver import Case, Entry, Process, play
+from driver import Case, Entry, Process, play, say_needs
 from prompts import write
 
 BLOCK_SIZE = 64
@@ -46,7 +45,6 @@ ENTRIES = (
     Entry("FastDeploy 2.6", "fastdeploy", "fastdeploy_managers", "2.6", "FASTDEPLOY_26"),
     Entry("FastDeploy develop, v1", "fastdeploy", "fastdeploy_managers", "develop", "FASTDEPLOY_DEVELOP"),
 )
-ROOM_GIB, MINUTES = 14, 50
 
 
 def main() -> None:
@@ -59,7 +57,7 @@ def main() -> None:
     run = begin(trace=True, variables=("FASTDEPLOY_25", "FASTDEPLOY_26", "FASTDEPLOY_DEVELOP"), configure=configure)
     only = tuple(run.options.only or ("",))
     entries = [entry for entry in ENTRIES if entry.name.startswith(only)]
-    say_needs(entries)
+    say_needs(entries, download_gib=5, room_gib=14, minutes=sized(50, 4))
     cases: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         files = Files(Path(folder), run.options.trace, run.options.requests)
@@ -77,20 +75,6 @@ def main() -> None:
             "cases": cases, "memory": sizes,
         }
     )  # fmt: skip
-
-
-def say_needs(entries: Iterable[Entry]) -> None:
-    """Say what making the environments costs, and stop where the disk has no room for them."""
-    missing = {entry.environment for entry in entries if entry.environment in ("vllm", "sglang")}
-    missing = {name for name in missing if not (ROOT / f".venv-peers-{name}").exists()}
-    free = shutil.disk_usage(ROOT).free / (1 << 30)
-    if missing:
-        print(
-            f"environments to make: {', '.join(sorted(missing))}: 5 GiB of downloads, {ROOM_GIB} GiB of disk "
-            f"({free:.0f} are free). The run takes about {sized(MINUTES, 4)} minutes.", file=sys.stderr,
-        )  # fmt: skip
-        if free < ROOM_GIB:
-            sys.exit(f"error: {free:.0f} GiB are free, expected {ROOM_GIB}: make room, or add --only ours")
 
 
 class Files(NamedTuple):

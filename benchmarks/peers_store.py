@@ -18,17 +18,15 @@ a row that says why; `--only ours` needs no other environment.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from _support import ROOT, begin, median, sized
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "peers"))
-from driver import Entry, Process, turns
+from driver import Entry, Process, say_needs, turns
 
 PLAYER = ROOT / "benchmarks" / "peers_store" / "files_player.py"
 ENTRIES = (
@@ -45,7 +43,6 @@ VALUES = sized(32, 4)
 TURNS = sized(15, 1)
 FILLED_TURNS, FILLED_BYTES = sized(32, 2), 64 << 10
 STARTS = sized(3, 1)
-ROOM_GIB, DOWNLOAD_GIB, MINUTES = 5, 3, 4
 VERBS = ("create", "lookup", "put", "get", "cold")
 
 
@@ -87,7 +84,7 @@ def main() -> None:
     run = begin(configure=configure)
     run.options.directory.mkdir(exist_ok=True)
     entries = [entry for entry in ENTRIES if entry.name.startswith(tuple(run.options.only or ("",)))]
-    say_needs(entries)
+    say_needs(entries, download_gib=3, room_gib=5, minutes=sized(4, 1))
     stores = {entry.name: Store(entry) for entry in entries}
     with tempfile.TemporaryDirectory(prefix="peers-store-", dir=run.options.directory) as name:
         cases = {size: play(stores, Path(name) / str(size), size) for size in VALUE_BYTES}
@@ -95,18 +92,6 @@ def main() -> None:
             "values": VALUES, "turns": TURNS, "cases": cases, "filled": FILLED_TURNS * VALUES, "starts": STARTS,
             "first_hits": first_hits(stores, Path(name) / "filled"),
         })  # fmt: skip
-
-
-def say_needs(entries: Iterable[Entry]) -> None:
-    """Say what making the environment costs, and stop where the disk has no room for it."""
-    if any(entry.environment == "lmcache" for entry in entries) and not (ROOT / ".venv-peers-lmcache").exists():
-        free = shutil.disk_usage(ROOT).free / (1 << 30)
-        print(
-            f"environment to make: lmcache: {DOWNLOAD_GIB} GiB of downloads, {ROOM_GIB} GiB of disk ({free:.0f} are "
-            f"free). The run takes about {sized(MINUTES, 1)} minutes.", file=sys.stderr,
-        )  # fmt: skip
-        if free < ROOM_GIB:
-            sys.exit(f"error: {free:.0f} GiB are free, expected {ROOM_GIB}: make room, or add --only ours")
 
 
 def play(stores: dict[str, Store], directory: Path, value_bytes: int) -> dict[str, dict[str, Any]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -112,6 +114,20 @@ class Process:
         self.why = f"{what}: {last[0][:160] if last else f'exit code {code}'}"
         self.close()
         return None
+
+
+def say_needs(entries: Iterable[Entry], *, download_gib: int, room_gib: int, minutes: int) -> None:
+    """Say what making the environments costs, and stop where the disk has no room for them."""
+    names = {entry.environment for entry in entries} - {"dev", "fastdeploy"}
+    missing = sorted(name for name in names if not (ROOT / f".venv-peers-{name}").exists())
+    free = shutil.disk_usage(ROOT).free / (1 << 30)
+    if missing:
+        print(
+            f"environments to make: {', '.join(missing)}: {download_gib} GiB of downloads, {room_gib} GiB of disk "
+            f"({free:.0f} are free). The run takes about {minutes} minutes.", file=sys.stderr,
+        )  # fmt: skip
+        if free < room_gib:
+            sys.exit(f"error: {free:.0f} GiB are free, expected {room_gib}: make room, or add --only ours")
 
 
 def source_of(entry: Entry) -> str:
