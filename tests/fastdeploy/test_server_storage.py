@@ -15,6 +15,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from tests.mooncake_master import Master, needs_mooncake
+from tests.storage.added_store import install_mine
 from tests.storage.attention_store.stand_in import environment as sdk
 from tests.storage.attention_store.stand_in import num_stored, set_faults
 
@@ -117,6 +118,24 @@ def test_shared_store_outlives_servers_and_damage_costs_only_hits(release, tmp_p
             again = ask(client, PROMPT)
             assert (again.tokens, again.cached_tokens) == (first.tokens, cached)
         assert_tenants_never_meet(client, first)
+
+
+def test_installed_store_gets_its_flags_and_a_restart_finds_its_blocks(release, tmp_path):
+    install_mine(tmp_path, mine="STORE")
+    words = (*TIER, "--kvcache-storage-backend", "mine", "--kvcache-mine-room", "5", "--kvcache-mine-key", "a key")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    options = {"kvcache_mine_room": 5, "kvcache_mine_key": "a key"}
+    answers, opened = [], set()
+    for name in ("first", "again"):
+        with serving(release, tmp_path / name, *words, environment=environment) as (server, client):
+            answers.append(ask(client, PROMPT))
+            wait_stored(server, client, BLOCKS)  # loaded ones count as well
+            (store,) = server.stores()
+            opened.add(f"{store.pid} {options}")
+    computed, found = answers
+    assert computed.cached_tokens < BLOCK_SIZE
+    assert (found.tokens, found.cached_tokens) == (computed.tokens, CACHED)
+    assert {*(tmp_path / "opened").read_text().splitlines()} == opened
 
 
 TWO = ("--tensor-parallel-size", "2")

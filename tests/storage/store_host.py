@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.storage import registry
 from fastdeploy_kvcache_v1.storage.parts import Parts
 from fastdeploy_kvcache_v1.storage.process import Limits, StoreProcess
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from tests.storage import added_store
 from tests.storage.values import BLOCK_BYTES, VALUE_BYTES, block_hash, file_options, namespace
 
 LIMIT_S = 60.0
@@ -23,10 +24,7 @@ DEFAULT = Limits()
 
 def install(directory, monkeypatch):
     """The store `faulty` can be named, here and in processes that start from here on."""
-    installed = directory / "faulty-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(f"[{registry.GROUP}]\nfaulty = tests.storage.faulty:STORE\n")
+    added_store.install(directory, "faulty", faulty="tests.storage.faulty:STORE")
     monkeypatch.syspath_prepend(directory)
     forget_kinds()
 

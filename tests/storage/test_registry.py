@@ -11,31 +11,10 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.storage import registry
 from fastdeploy_kvcache_v1.storage.backends import check_settings
-from fastdeploy_kvcache_v1.storage.registry import GROUP, OURS, known_names, own_flags, store_kind
+from fastdeploy_kvcache_v1.storage.registry import OURS, known_names, own_flags, store_kind
 from fastdeploy_kvcache_v1.storage.settings import STORAGE_FLAGS, StorageSettings
+from tests.storage.added_store import install_mine
 from tests.storage.values import got, namespace, put
-
-PACKAGE = """
-from pathlib import Path
-
-from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from fastdeploy_kvcache_v1.storage.registry import StoreKind, store_flag
-
-checked = []
-
-def open_it(chosen, namespace):
-    return FileBackend(Path({directory!r}), namespace, capacity_bytes=1 << 20)
-
-def check_it(chosen, namespace):
-    checked.append(namespace)
-    print("checked with", dict(chosen.options))
-
-ROOM = store_flag("kvcache_mine_room", "rooms of the store", int, 3, least=1)
-KEY = store_flag("kvcache_mine_key", "its key", otherwise="none")
-STORE = StoreKind("mine", open=open_it, check=check_it, flags=[ROOM, KEY])
-WRONG = StoreKind("mine", open=open_it, check=print, flags=[store_flag("swap_space", "more")])
-OTHER = StoreKind("other", open=open_it, check=print)
-"""
 
 
 @pytest.fixture
@@ -47,12 +26,7 @@ def install(tmp_path, monkeypatch):
         store_kind.cache_clear()
 
     def install(**points):
-        (tmp_path / "my_store.py").write_text(PACKAGE.format(directory=str(tmp_path / "kv")))
-        installed = tmp_path / "my_store-1.0.dist-info"
-        installed.mkdir()
-        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-store\nVersion: 1.0\n")
-        lines = [f"{name} = my_store:{attribute}" for name, attribute in points.items()]
-        (installed / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]))
+        install_mine(tmp_path, **points)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "my_store", raising=False)
         forget()
