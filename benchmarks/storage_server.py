@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _support import MODEL, ROOT, begin, median, random_tokens, sized
+from _support import MODEL, begin, median, random_tokens, sized
 from server import metrics, send, settled_metrics
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
@@ -112,7 +112,7 @@ class Core:
         self.link = InstantLink()
 
         def tier(manager: Any, worker: Any) -> StorageTier:
-            settings = StorageSettings("file", ROOT, prefetch="best_effort", min_tokens=1)  # type: ignore[arg-type]
+            settings = StorageSettings("file", prefetch="best_effort", min_tokens=1)
             return StorageTier(manager, settings, namespace(block_size=STEP_BLOCK), self.link)
 
         self.harness = Harness(

@@ -107,8 +107,8 @@ def _serve(settings: Settings, run_directory: Path) -> int:
         if reason is None:
             wait_settled(lambda: len(living_processes()))
             manager = "this package's cache manager" if settings.uses_our_manager else "FastDeploy's cache manager"
-            urls = " ".join(settings.urls)
-            print(f"Ready: {urls} runs FastDeploy on the CPU, with {manager} (logs: {settings.log_directory})", flush=True)
+            urls, logs = " ".join(settings.urls), f"(logs: {settings.log_directory})"
+            print(f"Ready: {urls} runs FastDeploy on the CPU, with {manager} {logs}", flush=True)
             reason = _watch(settings, server)
     finally:
         end_process(server, GRACE_S)

@@ -130,7 +130,7 @@ class TrafficLog:
 
 def row_of(fields: tuple[Any, ...]) -> Row:
     """Name the blocks of a copied row."""
-    return Row(*fields[:-1], array("q", map(hash, fields[-1])).tobytes())
+    return Row._make((*fields[:-1], array("q", map(hash, fields[-1])).tobytes()))
 
 
 def rate_of(num_blocks: int) -> int:
