@@ -1,6 +1,7 @@
 """Plans beside full replays at each size, and the process that makes them."""
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -80,6 +81,21 @@ def test_simulated_real_size_does_what_the_real_cache_did(tmp_path, device, host
     warm = Simulation(log, config, 50).play(device, host)
     assert warm.hits == outcome.hits[50:]
     assert warm.written <= outcome.written
+
+
+def test_size_below_the_real_one_computes_what_that_one_found():
+    """Prompts that are hits as a whole: the real cache has computed nothing of them."""
+
+    def served(device):
+        manager, rng = CacheManager(KVCacheConfig(device, 0, block_size=1, eviction_policy="lru")), random.Random(1)
+        for number in range(500):
+            serve(manager, str(number), new_blocks(rng.randrange(20), 2))
+        return manager.traffic(), manager.config
+
+    (log, config), (of_small, _) = served(64), served(16)
+    hits = Simulation(log, config).play(16, 0).hits
+    assert hits == [row.num_hit for row in of_small.rows]
+    assert 0 < sum(hits) < sum(row.num_hit for row in log.rows)
 
 
 def test_history_that_forgot_requests_is_measured_from_its_middle():

@@ -38,7 +38,7 @@ class Row(NamedTuple):
     started: int
     """Step of its admission. The next four are the steps that were open then, 0 for never."""
     computed: int
-    """Step after the last block of its prompt."""
+    """Step after the last block of its prompt, or after its admission if all of them were hits."""
     grown: int
     """Step after the last block of its output."""
     ended: int
@@ -101,6 +101,9 @@ class TrafficLog:
         if started_s < self._begun_s:
             return
         sequence, size, rate, limit = request.sequence, self._block_size, self._rate, request.limit
+        computed = request.computed
+        if not computed and num_hit >= limit > 0:  # a smaller cache would compute what was found
+            computed = started + 1
         num_tokens, num_cached, hashes = request.num_query_tokens, request.num_cached, sequence.hashes
         num_blocks = limit if limit > num_cached else num_cached
         blocks: Sequence[BlockHash] = ()
@@ -114,7 +117,7 @@ class TrafficLog:
             num_prompt = num_blocks
         name, tenant, return_in_s, calls_tool = sequence.session
         self._rows.append((
-            started, request.computed, request.grown, step, started_s, self._clock(),
+            started, computed, request.grown, step, started_s, self._clock(),
             *sequence.access, request.resumed, calls_tool, return_in_s, name, tenant,
             num_tokens, num_hit * size, (limit + before) // rate, (num_prompt + before) // rate, blocks,
         ))  # fmt: skip
