@@ -36,11 +36,11 @@ def _tried(kind: StoreKind, args: argparse.Namespace) -> Finding:
 
     name = f"storage {kind.name}"
     try:
+        settings = StorageSettings(kind.name, kind.options_of(args))
+        name = " ".join([name, *(str(settings.options[flag.name]) for flag in kind.flags if flag.is_required)])
         with needed_by("this check", "embedded"):
             from . import round_trip
 
-            settings = StorageSettings(kind.name, kind.options_of(args))
-            name = " ".join([name, *(str(settings.options[flag.name]) for flag in kind.flags if flag.is_required)])
             kind.check(settings, None)
             took = round_trip.try_store(kind, settings)
     except StorageFullError:

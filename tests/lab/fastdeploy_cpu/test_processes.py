@@ -428,7 +428,8 @@ def test_server_is_announced_when_settled_and_ended_when_unhealthy(monkeypatch, 
     assert supervisor._serve(chosen, tmp_path) == 1
     assert events == ["healthy", ("settled", "")]
     out, error = capsys.readouterr()
-    assert ("this package's cache manager: http://x" in out) == ours
+    assert out.startswith("Ready: http://x ")
+    assert ("this package's cache manager" in out) == ours
     assert error == f"fastdeploy-kvcache: error: enough; the logs are in {tmp_path}\n{said}"
     assert (server.told, server.is_reaped) == (told, True)
     ((command,), process) = started[0]
