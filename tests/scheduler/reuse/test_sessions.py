@@ -124,6 +124,7 @@ def test_sessions_of_requests_equal_those_of_a_plain_record(
     seed: int, most: int, rewritten: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions named, inferred, forked and wrongly named, several requests at a time, while the clock may stand."""
+    monkeypatch.setattr(sessions, "PIECE", 2)
     monkeypatch.setattr(sessions, "MOST_SESSIONS", most)
     dice, now = random.Random(seed), [0.0]
     size = sessions.REWRITTEN_TOKENS // max(1, rewritten) if rewritten else 512
