@@ -36,6 +36,8 @@ class Request(NamedTuple):
     number: int
     hashes: list[BlockHash]
     num_tokens: int
+    arrival: float
+    """Seconds since the trace began."""
 
 
 class Naive:
@@ -56,7 +58,9 @@ class Naive:
 
 
 class Managed:
-    """`seconds` is match + allocate + commit + finish; `step_seconds` is the `take_swap_step` in between."""
+    """`seconds` is match + allocate + commit + finish; `step_seconds` is the `take_swap_step` in between.
+    The manager's time is the trace's.
+    """
 
     clock = staticmethod(perf_counter)
 
@@ -68,6 +72,7 @@ class Managed:
         policy: str = "write_back",
         eviction: str = KVCacheConfig.eviction_policy,
     ) -> None:
+        self.now = 0.0
         self.manager = made_small(
             KVCacheConfig(
                 num_device,
@@ -77,6 +82,7 @@ class Managed:
                 eviction_policy=eviction,
                 max_queued_events=0,
             ),
+            lambda: self.now,
         )
         self.window = window
         self.open: deque[str] = deque()
@@ -86,7 +92,7 @@ class Managed:
     def play(self, request: Request) -> None:
         manager, request_id = self.manager, str(request.number)
         sequence = GivenHashes(request.hashes, request.num_tokens)
-        clock = self.clock
+        clock, self.now = self.clock, request.arrival
         begin = clock()
         if len(self.open) == self.window:
             manager.finish(self.open.popleft())
@@ -106,7 +112,10 @@ class Managed:
 def load(trace: Path) -> list[Request]:
     hasher = TraceHasher(BLOCK_SIZE)
     requests = read_trace(trace)
-    return [Request(number, hasher.prompt_hashes(one), one.input_length) for number, one in enumerate(requests)]
+    return [
+        Request(number, hasher.prompt_hashes(one), one.input_length, one.timestamp_ms / 1000)
+        for number, one in enumerate(requests)
+    ]
 
 
 def play_in_turns(requests: list[Request], contenders: Mapping[str, Naive | Managed]) -> None:

@@ -88,9 +88,10 @@ class Files(NamedTuple):
         """A file of prompts, and their number."""
         hasher = TraceHasher(BLOCK_SIZE)
         requests = read_trace(trace, most)
-        return self.write(name, [(hasher.prompt_hashes(request), request.input_length) for request in requests])
+        played = [(hasher.prompt_hashes(each), each.input_length, each.timestamp_ms / 1000) for each in requests]
+        return self.write(name, played)
 
-    def write(self, name: str, requests: Sequence[tuple[Sequence[Any], int]]) -> tuple[Path, int]:
+    def write(self, name: str, requests: Sequence[tuple[Sequence[Any], int, float]]) -> tuple[Path, int]:
         path = self.folder / f"{name}.npz"
         write(path, requests)
         return path, len(requests)
@@ -100,7 +101,8 @@ def make_cases(files: Files) -> Iterable[tuple[str, Case]]:
     trace = files.of_trace("trace", files.trace, files.most)
     agents = files.of_trace("agents", generated_trace("agents", sized(4_000, 100)), files.most)
     turns = min(2_000, files.most or 2_000)
-    conversation = files.write("turns", [(range(turn + 1), (turn + 1) * BLOCK_SIZE + 1) for turn in range(turns)])
+    told = [(range(turn + 1), (turn + 1) * BLOCK_SIZE + 1, float(turn)) for turn in range(turns)]
+    conversation = files.write("turns", told)
     for device in sized((5_000, 20_000, 100_000), (20_000,)):
         yield f"trace, {device:,} blocks", Case(*trace, device)
     size = 20_000

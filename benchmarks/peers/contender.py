@@ -21,6 +21,8 @@ class Contender(ABC):
     """
 
     version: str
+    now = 0.0
+    """The time of the trace in seconds, which the player sets: for a manager that takes its time from outside."""
 
     @abstractmethod
     def arrive(self, number: int, tokens: list[int]) -> Any:

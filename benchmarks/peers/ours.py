@@ -34,7 +34,7 @@ class Ours(Contender):
         config = KVCacheConfig(device, host, block_size=block_size, max_queued_events=0, **policies)
         self.block_size = block_size
         self.steps: list[SwapStep] = []
-        self.manager = CacheManager(replace(config, num_device_blocks=BEFORE_PROFILING))
+        self.manager = CacheManager(replace(config, num_device_blocks=BEFORE_PROFILING), lambda: self.now)
         self.manager.resize_device_pool(device)
 
     def arrive(self, number: int, tokens: list[int]) -> Request:

@@ -44,6 +44,7 @@ class Player:
         """
         contender, names = self.contender, self.prompts.names(number)
         tokens: list[int] = self.prompts.tokens(number, self.block_size).tolist()
+        contender.now = self.prompts.arrival(number)
         request = contender.arrive(number, tokens)
         keyed = timed(contender.key, request)
         finished = (0.0, 0.0)

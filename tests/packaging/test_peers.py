@@ -11,7 +11,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(FOLDER), str(FOLDER / "peers")]
 import driver  # noqa: E402
 import environments  # noqa: E402
+import ours  # noqa: E402
 import peers  # noqa: E402
+import player  # noqa: E402
 import prompts  # noqa: E402
 import rows  # noqa: E402
 import shadow  # noqa: E402
@@ -105,7 +107,7 @@ def test_each_contender_plays_each_block_and_begins_equally_often():
 
 
 def test_tokens_are_equal_exactly_where_names_are(tmp_path):
-    prompts.write(tmp_path / "p.npz", [("ab", 9), ("ac", 11), ("x", 4)])
+    prompts.write(tmp_path / "p.npz", [("ab", 9, 0.5), ("ac", 11, 2), ("x", 4, 2)])
     read = prompts.Prompts(tmp_path / "p.npz")
     first, second, third = (read.tokens(number, 4) for number in range(3))
     assert [len(each) for each in (first, second, third)] == [9, 11, 4]
@@ -113,6 +115,16 @@ def test_tokens_are_equal_exactly_where_names_are(tmp_path):
     assert list(first[:4]) == list(second[:4])
     assert len({tuple(each) for each in (first[:4], first[4:8], second[4:8], third)}) == 4
     assert first[8] != second[8]
+    assert [read.arrival(number) for number in range(3)] == [0.5, 2, 2]
+
+
+def test_our_manager_has_the_time_of_the_trace(tmp_path):
+    prompts.write(tmp_path / "p.npz", [("ab", 9, 0.5), ("ac", 9, 2.0), ("ab", 9, 7.0)])
+    contender = ours.Ours(20, 0, 4, "adaptive")
+    played = player.Player(contender, prompts.Prompts(tmp_path / "p.npz"), 4, 1)
+    for number in range(3):
+        played.play(number)
+    assert [(row.started_s, row.ended_s) for row in contender.manager.traffic().rows] == [(0.5, 2), (2, 7)]
 
 
 # ---- contenders in processes
@@ -121,7 +133,7 @@ def test_tokens_are_equal_exactly_where_names_are(tmp_path):
 def played(tmp_path, *kinds, requests=40, conversations=1, tiers=(200,)):
     """Each turn of a conversation is a request; all kinds of the liar play them in turns of ten."""
     turns = [divmod(number, conversations) for number in range(requests)]
-    asked = [([(each, block) for block in range(turn + 1)], 8 * turn + 9) for turn, each in turns]
+    asked = [([(each, block) for block in range(turn + 1)], 8 * turn + 9, 2.0 * turn) for turn, each in turns]
     prompts.write(tmp_path / "p.npz", asked)
     entries = [driver.Entry(kind, "dev", "tests.packaging.liar", kind) for kind in kinds]
     processes = {entry.name: driver.Process(entry) for entry in entries}
