@@ -3,8 +3,8 @@ time to a first hit. Each has a process and an environment of its own; they take
 
 `fs_native` and `fs` are LMCache's L2 adapters, `local_disk` is its LocalDiskBackend, all at their defaults. What they
 do: no fsync in any store, ours included. A checksum in ours alone, which is also played without. A rename of the
-finished file in ours and in L2 adapters; LocalDiskBackend writes in place, and a new process of it finds nothing. One
-thread in ours and in `fs`, four in the others. A limit of the directory's size in ours and LocalDiskBackend.
+finished file in ours and in L2 adapters; LocalDiskBackend writes in place, and a new process of it finds nothing. A
+limit of the directory's size in ours and LocalDiskBackend. Threads: one in `fs` and in puts of ours, else four.
 
 The time to create an empty file where a store creates its own shows how much of `put` other programs have caused: ext4
 without a journal avoids inodes of deleted files for minutes, and examines them at each new file, in some folders more
