@@ -20,12 +20,13 @@ from fastdeploy_kvcache_v1.storage.namespace import Namespace, block_key
 from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES, is_sealed, seal
 
 NAMESPACE = Namespace("benchmark", "0", CacheLayout(1, (RoleSpec("key", (1, 64, 1), "float16"),)), 64, 1, "none", "1")
+DIGEST = NAMESPACE.digest
 UNLIMITED = 1 << 50
 
 
 class OurFiles(FileStore):
     version = __version__
-    pattern = f"{NAMESPACE.digest}/??/*"
+    pattern = f"{DIGEST}/??/*"
     folder = "tmp"
 
     def __init__(self, directory: Path, kind: str) -> None:
@@ -40,7 +41,7 @@ class OurFiles(FileStore):
     def put(self, keys: list[StoreKey], held: Sequence[memoryview]) -> None:
         if self.is_sealed:
             for key, buffer in zip(keys, held, strict=True):
-                seal(buffer, key, namespace=NAMESPACE.digest)
+                seal(buffer, key, namespace=DIGEST)
         assert self.backends[0].put(keys, held) == len(keys)
 
     def lookup(self, keys: list[StoreKey]) -> int:
@@ -56,7 +57,7 @@ class OurFiles(FileStore):
         if not self.is_sealed:
             return found
         pairs = zip(keys[:found], held, strict=False)
-        return sum(is_sealed(buffer, key, namespace=NAMESPACE.digest) for key, buffer in pairs)
+        return sum(is_sealed(buffer, key, namespace=DIGEST) for key, buffer in pairs)
 
     def close(self) -> None:
         self.threads.shutdown()
