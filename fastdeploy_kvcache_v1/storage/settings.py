@@ -22,8 +22,8 @@ class Prefetch(str, enum.Enum):
     BEST_EFFORT = "best_effort"
     """Not at all: it starts when there is room for it."""
     TIMEOUT = "timeout"
-    """As long as that is sooner than computing it, and at most for `StorageSettings.timeout_base_s`, and
-    `timeout_per_1k_tokens_s` of the prefix.
+    """While that is sooner than computing it: at most as long as computing takes, or for
+    `StorageSettings.timeout_base_s` and `timeout_per_1k_tokens_s` of the prefix if that is longer.
     """
     WAIT_COMPLETE = "wait_complete"
     """Until all of it is there, or the store stands still, even if computing it is sooner."""

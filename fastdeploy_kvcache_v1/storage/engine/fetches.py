@@ -437,6 +437,13 @@ class Fetches:
             return 0.0
         if settings.prefetch is Prefetch.WAIT_COMPLETE:
             return max(fetch.asked_at, self._answered_at, self._loaded_at) + settings.stall_s - now
-        wanted = (len(fetch.prefix.hashes) if fetch.end is None else fetch.end) - fetch.begin
-        patience = settings.timeout_base_s + settings.timeout_per_1k_tokens_s * wanted * self._block_size / 1000
-        return fetch.asked_at + patience - now
+        return fetch.asked_at + self._patience(fetch) - now
+
+    def _patience(self, fetch: Fetch) -> float:
+        """How long the request waits by `TIMEOUT`. A load that is late costs no more than computing all of it again."""
+        end = len(fetch.prefix.hashes) if fetch.end is None else fetch.end
+        first, last = fetch.begin * self._block_size, end * self._block_size
+        computing_s = None if fetch.is_trial else self.costs.compute_s(first, last)
+        settings = self._settings
+        least_s = settings.timeout_base_s + settings.timeout_per_1k_tokens_s * (last - first) / 1000
+        return max(least_s, computing_s or 0.0)

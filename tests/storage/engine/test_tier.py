@@ -458,6 +458,33 @@ def test_request_computes_what_is_sooner_computed_and_some_probe_the_store(engin
     assert made.tier.counters.late_requests == 0
 
 
+def test_a_request_waits_for_a_late_load_as_long_as_computing_takes(engine):
+    made = engine(host=4096, device=4096)
+    measured(made, 32, 8.0)
+    made.tier.weigh(lambda start, end: (end - start) / made.manager.config.block_size)
+    asked_at = made.now
+    made.arrive("r", LONG[:11], 10)
+    for seconds, may_start in ((9.99, False), (10.0, True)):
+        made.now = asked_at + seconds
+        assert made.tier.may_start("r") == may_start
+
+
+def test_a_request_that_probes_a_slow_store_waits_no_longer_than_before(engine):
+    made = engine(host=4096, device=4096)
+    measured(made, 32, 64.0)
+    made.tier.weigh(lambda start, end: (end - start) / made.manager.config.block_size)
+    for number in range(PROBE_EVERY):
+        text = chr(9000 + number) * 11
+        made.arrive(text, text, 10)
+        if number < PROBE_EVERY - 1:
+            assert made.tier.may_start(text)
+            made.tier.request_left(text)
+    asked_at = made.now
+    for seconds, may_start in ((0.5, False), (0.51, True)):
+        made.now = asked_at + seconds
+        assert made.tier.may_start(text) == may_start
+
+
 def test_blocks_that_are_in_use_are_touched_now_and_then(engine):
     made = engine()
     made.report(made.compute("abcd!"))
