@@ -154,6 +154,7 @@ def peers(result: Result) -> Iterator[Table]:
         Row("vLLM, CPU offloading", "the connector's half in the scheduler; a request that loads takes two steps"),
         Row("SGLang, HiCache", "its controller over a host pool without memory, for one layer"),
         Row("threads", "one computes in each contender, also in PyTorch; contenders never play at the same time"),
+        Row("plays", f"each case is played {result.get('plays', 1)} times; a request counts its least time"),
         Row("warm-up", f"the first {result['warm_up']:.0%} of the requests are played and not counted"),
         Row("blocks", f"{result['block_size']} tokens in every contender"),
     ])  # fmt: skip
@@ -372,7 +373,7 @@ def peers_store(result: Result) -> Iterator[Table]:
         Row("rename of a finished file", "all except `local_disk`"),
         Row("limit of the directory's size", "`ours` and `local_disk`"),
         Row("values of an earlier process", "found by all except `local_disk`, whose index ends with its process"),
-        Row("threads", "one in `ours` and `fs`, four in `fs_native` and `local_disk`"),
+        Row("threads", "one in `fs` and in puts of `ours`, else four"),
         Row("an empty file", "created where the store creates its own: what a file system costs before `put` writes"),
         Row("cold", "`get` after a sync, without the files' pages in this machine's page cache; disks may have theirs"),
     ])  # fmt: skip

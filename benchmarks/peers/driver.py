@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from environments import ROOT, Missing, python_of
 
-PATIENCE_S = 300
-"""Of calls in one case. A contender that takes longer is stopped, for it would take hours."""
+PATIENCE_S = 100
+"""Of calls in one play of a case. A contender that takes longer is stopped, for it would take hours."""
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -47,10 +47,20 @@ class Case(NamedTuple):
                 "block_size": block_size}  # fmt: skip
 
 
+class Play(NamedTuple):
+    """What a contender made of a case. `why` says why there is no result, `lie` what the shadow plane caught in it."""
+
+    version: str
+    why: str
+    lie: str
+    played: list[list[float]]
+    """What the player returns of each request."""
+
+
 class Process:
     """A contender's process, which plays one case after the other. One that died is started again for the next case.
 
-    `why` says why there is no result of the present case, `lie` what the shadow plane caught in it.
+    `why` and `lie` as in a `Play` of the present case.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -81,6 +91,9 @@ class Process:
             self.lie = self.lie or answer["lie"]
             if sum(seconds for seconds, *_ in self.played) > PATIENCE_S:
                 self.why = f"stopped: {len(self.played):,} requests took {PATIENCE_S:,} s"
+
+    def result(self) -> Play:
+        return Play(self.version, self.why, self.lie, self.played)
 
     def memory(self, case: Case, block_size: int) -> dict[str, float]:
         """`cached_blocks` and `bytes_per_block` after all prompts; to be asked first. Empty where it failed."""

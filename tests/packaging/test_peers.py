@@ -127,6 +127,17 @@ def test_our_manager_has_the_time_of_the_trace(tmp_path):
     assert [(row.started_s, row.ended_s) for row in contender.manager.traffic().rows] == [(0.5, 2), (2, 7)]
 
 
+def test_a_request_counts_its_least_time(monkeypatch):
+    monkeypatch.setattr(peers, "WARM_UP", 0.5)
+    counts = [64, 128, 3, 1]
+    first = [[9.0, 9.0, 9.0, 9.0, *counts], [1.0, 4.0, 3.0, 2.0, *counts], [5.0, 1.0, 1.0, 1.0, *counts]]
+    second = [[9.0, 9.0, 9.0, 9.0, *counts], [2.0, 2.0, 4.0, 3.0, *counts], [3.0, 3.0, 2.0, 2.0, *counts]]
+    told = peers.row([driver.Play("1", "", "", first), driver.Play("1", "", "a lie", second)])
+    assert told["lie"] == "a lie"
+    names = ("mean_us", "cpu_us", "hash_us", "hash_cpu_us", "hit_share", "blocks_out", "requests")
+    assert [told[name] for name in names] == pytest.approx([2e6, 1.5e6, 2e6, 1.5e6, 0.5, 3, 2])
+
+
 # ---- contenders in processes
 
 
@@ -164,7 +175,7 @@ def test_a_lie_about_the_host_tier_is_caught(tmp_path):
         "honest": False, "unloaded": True, "crossed": True,
     }  # fmt: skip
     # Of 4 conversations in turn, 12 slots hold less than two: all but the newest turns come back from the host.
-    told = peers.row(processes["honest"])
+    told = peers.row([processes["honest"].result()])
     assert min(told["blocks_out"], told["blocks_in"]) > 0
 
 
@@ -177,7 +188,8 @@ def test_each_engine_has_a_row_for_one_tier_and_for_two():
 def test_a_contender_that_dies_is_a_row_and_others_play_on(tmp_path):
     processes = played(tmp_path, "honest", "dies")
     assert [len(process.played) for process in processes.values()] == [40, 10]
-    assert peers.row(processes["dies"]) == {"why": "died: ValueError: at request 15"}
+    plays = [processes[name].result() for name in ("honest", "dies")]
+    assert peers.row(plays) == {"why": "died: ValueError: at request 15"}
     driver.play(processes, driver.Case(tmp_path / "p.npz", 10, 200), 8, 10)  # a new case, a new life
     close(processes)
     assert [(process.why, len(process.played)) for process in processes.values()] == [("", 10), ("", 10)]
@@ -210,7 +222,7 @@ def test_an_environment_that_cannot_be_made_is_a_row(monkeypatch):
     process = driver.Process(peers.ENTRIES[2])
     process.make(driver.Case(Path("p"), 1, 1), 8)
     process.play(0, 1)
-    assert (process.memory(driver.Case(Path("p"), 1, 1), 8), peers.row(process)) == (
+    assert (process.memory(driver.Case(Path("p"), 1, 1), 8), peers.row([process.result()])) == (
         {},
         {"why": "not here: no network"},
     )
