@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.mutation.driver import ROOT
+from tests.mutation.run import is_below
 
 pytestmark = pytest.mark.process
 
@@ -32,6 +33,11 @@ def test_below_its_floor_it_fails():
     done = mutate("attention/layouts.py", "--every", 30, "--floor", 101)
     assert done.returncode == 1
     assert "FAILED" in done.stdout
+
+
+@pytest.mark.parametrize(("killed", "counted", "is_too_few"), [(20, 30, False), (18, 30, True), (190, 300, True)])
+def test_a_floor_allows_for_the_chance_in_a_small_sample(killed, counted, is_too_few):
+    assert is_below(0.7, killed, counted) == is_too_few
 
 
 def test_tests_that_all_start_processes_are_asked_nothing():

@@ -22,11 +22,12 @@ from fastdeploy_kvcache_v1.scheduler.traffic.log import (
 
 
 def serve(manager, name, hashes, *, session=UNTOLD):
-    sequence = GivenHashes(hashes, len(hashes) + 1, session)
+    num_tokens = len(hashes) * manager.config.block_size
+    sequence = GivenHashes(hashes, num_tokens + 1, session)
     manager.match_prefix(name, sequence)
-    manager.allocate(name, len(hashes))
+    manager.allocate(name, num_tokens)
     manager.take_swap_step()
-    manager.commit(name, len(hashes))
+    manager.commit(name, num_tokens)
     manager.finish(name)
 
 
@@ -68,6 +69,19 @@ def test_sampled_block_is_sampled_in_every_prompt():
         assert len(whole.names) // NAME_BYTES in (100 // USUAL_RATE, 100 // USUAL_RATE + 1)
     sampled = sum(row.num_prompt for row in traffic.rows[2::3])
     assert sampled * USUAL_RATE == pytest.approx(64 * 100, rel=0.05)
+
+
+@pytest.mark.parametrize(("num_hit", "computed"), [(7, 0), (8, 2)])
+def test_a_prompt_that_was_found_as_a_whole_counts_as_computed_by_its_next_step(num_hit, computed):
+    manager = CacheManager(KVCacheConfig(64, 0, block_size=4), count().__next__)
+    head = new_blocks(0, 8)
+    serve(manager, "first", head[:num_hit])
+    manager.match_prefix("second", GivenHashes(head, 33))
+    manager.allocate("second", 32)
+    manager.take_swap_step()
+    manager.finish("second")
+    row = manager.traffic().rows[-1]
+    assert (row.started, row.computed, row.num_hit) == (1, computed, 4 * num_hit)
 
 
 @pytest.mark.parametrize(("num_requests", "num_blocks"), [(MOST_REQUESTS + 9, 1), (MOST_BLOCKS // 400 + 9, 400)])

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -342,6 +343,24 @@ def clock(monkeypatch):
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: made.now))
     monkeypatch.setattr(supervisor, "pause", pause)
     return made
+
+
+@pytest.mark.parametrize(("status", "answers"), [(200, True), (503, False), (None, False)])
+def test_a_server_answers_if_it_says_so(status, answers):
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if status is not None:  # else it closes the connection without a word
+                self.send_response(status if self.path == "/health" else 404)
+                self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert supervisor._answers(*server.server_address) == answers
+        thread.join()
 
 
 @pytest.mark.parametrize(

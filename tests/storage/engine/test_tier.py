@@ -14,8 +14,9 @@ from fastdeploy_kvcache_v1.contract.messages import (
     SwapStep,
     WorkerReport,
 )
+from fastdeploy_kvcache_v1.scheduler.costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, WriteDone, WriteStorageTask
-from fastdeploy_kvcache_v1.storage.engine import stores
+from fastdeploy_kvcache_v1.storage.engine import fetches, stores
 from fastdeploy_kvcache_v1.storage.engine.fetches import LOOK_EVERY_S, TOUCH_EVERY_S
 from fastdeploy_kvcache_v1.storage.engine.open_passes import OpenPasses
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PROBE_EVERY
@@ -265,6 +266,15 @@ def test_nobody_waits_for_a_failing_load_whose_slots_stay():
     made.check_idle()
 
 
+def test_nothing_more_is_loaded_behind_a_failing_load():
+    made = device(device=4096)
+    made.arrive("r", LONG[:101], 100)
+    arriving, failing = made.loads
+    made.tier.answered(Failing(failing.id, "reset"))
+    made.loaded(arriving)
+    assert made.loads == [arriving, failing]
+
+
 def test_a_load_that_fails_on_two_ranks_has_failed_once():
     made = device()
     for number in range(3):
@@ -456,6 +466,20 @@ def test_request_computes_what_is_sooner_computed_and_some_probe_the_store(engin
     assert not waits(0.5), "it is counted from there on"
     assert made.tier.counters.declined_requests == 2 * PROBE_EVERY - 1
     assert made.tier.counters.late_requests == 0
+
+
+@pytest.mark.parametrize(("prefetch", "num_computed"), [("timeout", FEWEST_TOKENS - 1), ("wait_complete", 0)])
+def test_now_and_then_the_end_of_a_stored_prompt_is_computed_to_learn_its_cost(engine, prefetch, num_computed):
+    made = engine(host=4096, device=4096, prefetch=prefetch)
+    loaded = []
+    for number in range(PROBE_EVERY):
+        text, before = chr(5000 + number) * 65, len(made.loads)
+        made.arrive(text, text, 64)
+        loaded.append(sum(len(load.slots) for load in made.loads[before:]))
+        for load in made.loads[before:]:
+            made.loaded(load)
+        made.tier.request_left(text)
+    assert loaded == [64] * (PROBE_EVERY - 1) + [64 - num_computed]
 
 
 def test_a_request_waits_for_a_late_load_as_long_as_computing_takes(engine):
@@ -987,6 +1011,15 @@ def test_nothing_is_asked_while_no_store_serves_and_stores_follow():
     made.arrive("s", "abc!")
     assert len(made.link.queries) == 1
     assert made.tier.counters.skipped_store_blocks == 0
+
+
+def test_so_many_questions_are_asked_at_once_and_no_more(engine, monkeypatch):
+    monkeypatch.setattr(fetches, "MOST_QUESTIONS", 2)
+    made = engine()
+    for name in "abc":
+        made.arrive(name, name * 4)
+    assert len(made.link.queries) == 2
+    assert made.tier.may_start("c")
 
 
 def test_three_questions_that_fail_end_the_questions(engine):
