@@ -123,6 +123,8 @@ def main() -> None:
         ((order, given),) = json.loads(line).items()
         if order == "make":
             player = None  # before the next one is made
+            gc.unfreeze()  # a frozen manager in a cycle would never leave, with all that it keeps
+            gc.collect()
             player = make(**given)
             gc.collect()
             gc.freeze()  # so that no collection walks the engine's modules
