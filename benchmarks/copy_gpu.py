@@ -1,17 +1,21 @@
-"""Rates of copies between a GPU and page-locked memory, by every copy path, row size, pattern and direction.
-`us_per_layer` is the CPU time that a layer costs the submitting thread, with its share of what is uploaded once.
+"""Rates of copies between a GPU and page-locked memory, by every copy path, row size, pattern and direction, and what
+a pass and copies beside it lose (`copy_gpu/beside_pass.py`).
 
-`./scripts/test-gpu --benchmark` runs this, one process for each path, and prints the table. It compares no bytes.
-Rates are those of the GPU, between two events.
+`us_per_layer` is the CPU time that a layer costs the submitting thread, with its share of what is uploaded once. Rates
+are those of the GPU, between two events. No bytes are compared.
+
+On a machine with a GPU `./scripts/test-gpu --benchmark` runs this, a process for each path, and writes a report. In a
+checkout of the same commit `./scripts/bench copy_gpu REPORT` keeps it as a result.
 """
 
 from __future__ import annotations
 
-import sys
+import json
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product, starmap
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -115,19 +119,51 @@ OF_EVERY_WAY: dict[str, Callable[[str], dict[str, float]]] = {
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    """GB/s and microseconds per layer by way, from the lines of a report."""
+    """The measured values by way, from the lines of a report."""
     rows: dict[str, dict[str, str]] = {}
     for line in lines:
         module, _, way = line["group"].partition("/")
+        found = line["measured"]
         if module == "copy_gpu":
-            found = line["measured"]
             rows.setdefault(line["check"], {})[way] = f"{found['gb_per_s']:.1f} GB/s {found['us_per_layer']:6.0f} us"
+        elif module == "beside_pass":
+            rows.setdefault(line["check"], {})[way] = f"{found['both_ms']:.1f} ms {found['over']:6.2f} x"
     ways = sorted({way for cells in rows.values() for way in cells})
     rows = {"": {way: way for way in ways}} | rows
     return "\n".join(
-        f"{name:42}" + "".join(f"{cells.get(way, ''):>24}" for way in ways) for name, cells in rows.items()
+        f"{name:46}" + "".join(f"{cells.get(way, ''):>24}" for way in ways) for name, cells in rows.items()
     )
 
 
+def kept(report: Path) -> dict[str, Any]:
+    """The result that a report holds. Raises `SystemExit` for one of another kernel than this checkout's."""
+    from fastdeploy_kvcache_v1.worker.cuda.copies import PTX
+
+    lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+    about = next(line["measured"] for line in lines if line["check"] == "machine")
+    if about["ptx"] != PTX.read_text(encoding="utf-8").splitlines()[0]:
+        raise SystemExit(f"error: {report.name} measured another kernel: measure this checkout, or keep it in that one")
+    found: dict[str, Any] = {"copy_gpu": {}, "beside_pass": {}}
+    for line in lines:
+        module, _, way = line["group"].partition("/")
+        if module in found and line.get("measured"):
+            found[module].setdefault(line["check"], {})[way] = line["measured"]
+    cuda = f"driver {about['driver']}, CuPy {about['cupy']}"
+    same = {name: about[name] for name in ("cores", "memory_gib", "python", "system")}
+    return {
+        "machine": {"cpu": f"{about['gpu']}, {cuda}", **same},
+        "load": {"before": about["load"], "after": None},
+        "copies": found["copy_gpu"],
+        "beside": found["beside_pass"],
+    }
+
+
+def main() -> None:
+    from _support import begin
+
+    run = begin(configure=lambda parser: parser.add_argument("report", type=Path, metavar="REPORT"))
+    run.save(kept(run.options.report))
+
+
 if __name__ == "__main__":
-    sys.exit("error: ./scripts/test-gpu --benchmark runs this, on a machine with a GPU")
+    main()

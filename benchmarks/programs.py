@@ -48,17 +48,12 @@ class Program(NamedTuple):
     keeps: bool = True
     """Whether it writes a result."""
 
-    instead: str = ""
-    """The command of a program that `./scripts/bench` cannot run."""
-
     @property
     def file(self) -> Path:
         return ROOT / "benchmarks" / f"{self.name}.py"
 
     @property
     def command(self) -> str:
-        if self.instead:
-            return self.instead
         words = self.arguments.split()
         variables = [word for word in words if word.isupper() and "=" in word]
         rest = [word for word in words if word not in variables]
@@ -116,8 +111,8 @@ PROGRAMS = {
         Program("copy_ops", "Copies", 1, MEMORY, ("worker/ops",), needs="a C++ compiler"),
         Program("first_touch", "First touch", 1, MEMORY, ("worker/ops", "worker/runtime")),
         Program(
-            "copy_gpu", "Copies of a GPU", 3, "a GPU: no result yet", ("worker",), needs="a GPU",
-            keeps=False, instead="./scripts/test-gpu --benchmark",
+            "copy_gpu", "Copies of a GPU", 1, "the CUDA copies of the worker half, on a GPU", ("worker",), "REPORT",
+            "a GPU's report", is_timed=False,
         ),
         Program("server", "Server", 3, CPU_WORKER, SERVER),
         Program(

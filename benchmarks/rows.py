@@ -292,6 +292,38 @@ def copy_ops(result: Result) -> Iterator[Row]:
         yield ratio(what, min(numbers), target, f"best {x(max(numbers))}")
 
 
+def copy_gpu(result: Result) -> Iterator[Table]:
+    """As the worker uses them: in layer by layer, out at once. Targets are those of the kernel."""
+    yield Table("Rates", [*_gpu_rates(result["copies"])])
+    yield Table("A pass beside copies of 1 GiB", [*_gpu_beside(result["beside"])])
+
+
+def _gpu_rates(cases: Result) -> Iterator[Row]:
+    for name, ways in cases.items():
+        direction, _, pattern = name.partition(", ")
+        if name.endswith("by layer" if direction == "in" else "at once") and "in 16s" not in pattern:
+            values = (
+                f"{way} {found['gb_per_s']:.1f} GB/s, {found['us_per_layer']:.0f} us" for way, found in ways.items()
+            )
+            yield Row(name, "; ".join(values))
+    scattered, contiguous = (
+        max(found["gb_per_s"] for way, found in cases[f"in, 2000 x 16 KB {pattern}, by layer"].items() if way in among)
+        for pattern, among in (("scattered", {"kernel"}), ("contiguous", {"batch", "spans"}))
+    )
+    yield ratio("scattered 16 KB by the kernel over contiguous ones by a copy engine", scattered / contiguous,
+                at_least(0.9), f"{scattered:.1f} of {contiguous:.1f} GB/s")  # fmt: skip
+
+
+def _gpu_beside(cases: Result) -> Iterator[Row]:
+    for name, ways in cases.items():
+        what = "the longer of both alone" if "waits" in name else "the pass alone"
+        for way, found in ways.items():
+            alone = f"pass {found['compute_ms']:.1f}, copies {found['copies_ms']:.1f}"
+            beside = f"pass {found['both_ms']:.1f}, copies {found['copies_beside_ms']:.1f} ms"
+            target = at_most(1.25 if "waits" in name else 1.1) if way == "kernel" else None
+            yield ratio(f"{name}, {way}: over {what}", found["over"], target, f"alone {alone}; together {beside}")
+
+
 def first_touch(result: Result) -> Iterator[Row]:
     times = f"{result['copy_with_first_touch_ms']:.0f} of {result['copy_ms']:.0f} ms"
     yield ratio("first copy into untouched memory over touched", result["median_ratio"], more=times)
@@ -482,8 +514,8 @@ ROWS: dict[str, Callable[[Result], Iterator[Row] | Iterator[Table]]] = {
     each.__name__: each
     for each in (
         control_plane, peers, policies, hits, eviction_time, growth, hashing, import_time, overlay_scheduler,
-        worker_steps, copy_ops, first_touch, server, cpu_model, storage, storage_large, peers_store, stored_hits,
-        storage_server, load_or_compute_stored, storage_mooncake, transfer, transfer_overlap, roles,
+        worker_steps, copy_ops, copy_gpu, first_touch, server, cpu_model, storage, storage_large, peers_store,
+        stored_hits, storage_server, load_or_compute_stored, storage_mooncake, transfer, transfer_overlap, roles,
     )
 }  # fmt: skip
 

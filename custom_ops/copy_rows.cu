@@ -40,9 +40,7 @@ struct alignas(16) Vector {
 };
 
 constexpr int kLanes = 32, kLoads = 8;  // a warp, and loads in flight of each lane
-// 4 KB per warp in flight, 256 KB in all, is more than PCIe 5 holds; eight multiprocessors at most are busy with it.
-[[maybe_unused]] constexpr int kGroups = 8;  // of a launch
-constexpr int kThreads = 256;                // of a group
+constexpr int kThreads = 1024;          // of a group, at most
 
 #ifdef __CUDA_ARCH__
 __device__ inline uint64_t leaves_first() {

@@ -106,8 +106,12 @@ void copy_on_gpu(Plan plan, cudaStream_t stream) {
                            plan.num_blocks,
                            plan.to_device};
   void* arguments[] = {const_cast<kvcache::Copy*>(&copy)};
-  check(cudaLaunchKernel(reinterpret_cast<const void*>(copy_cache_rows), dim3(kvcache::kGroups),
-                         dim3(kvcache::kThreads), arguments, 0, stream));
+  // A warp on each multiprocessor: somebody waits for these copies (fastdeploy_kvcache_v1/worker/cuda/copies.py).
+  int device = 0, groups = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&groups, cudaDevAttrMultiProcessorCount, device));
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(copy_cache_rows), dim3(groups), dim3(kvcache::kLanes),
+                         arguments, 0, stream));
   check(cudaFreeAsync(table, stream));
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,9 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "load": round(os.getloadavg()[0], 2),
         "package": fastdeploy_kvcache_v1.__version__,
         "ptx": PTX.read_text(encoding="utf-8").splitlines()[0],
     }

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PLACES = [ROOT, HERE, ROOT / "benchmarks"]
+PLACES = [ROOT, HERE, ROOT / "benchmarks", ROOT / "benchmarks/copy_gpu"]
 
 DEADLINE_S = 60.0
 """For an import, and for each check."""
@@ -55,7 +55,10 @@ SUITE = (
     *(Group("worker_checks", way) for way in WAYS),
     *(Group(name) for name in ("worker_checks", "ipc_checks", "flash_checks")),
 )
-BENCHMARK = tuple(Group("copy_gpu", way, needed=True) for way in WAYS)
+BENCHMARK = (
+    *(Group("copy_gpu", way, needed=True) for way in WAYS),
+    *(Group("beside_pass", way) for way in WAYS),
+)
 
 
 class Report:

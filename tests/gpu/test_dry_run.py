@@ -47,9 +47,9 @@ CHECKS = {check.__name__: check for check in (goes_well, fails, hangs, breaks_th
 """
 
 
-def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
+def start(folder: Path, *flags: str, **more: str) -> subprocess.Popen[str]:
     """The script, where no command can be found."""
-    environment = {**os.environ, "PYTHONPATH": str(STAND_IN), "PYTHON": sys.executable, "PATH": str(folder)}
+    environment = {**os.environ, **more, "PYTHONPATH": str(STAND_IN), "PYTHON": sys.executable, "PATH": str(folder)}
     command = ["/bin/bash", str(suite.ROOT / "scripts/test-gpu"), "--results", str(folder), *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -122,3 +122,18 @@ def test_what_was_measured_before_it_was_killed_is_written(tmp_path):
     found = [line for line in results(tmp_path) if line["group"] == "copy_gpu/kernel"]
     assert len(found) >= 3
     assert all(line["measured"]["gb_per_s"] > 0 and line["measured"]["us_per_layer"] > 0 for line in found)
+
+
+def test_a_report_becomes_a_result_of_its_gpu(tmp_path):
+    with start(tmp_path, "--benchmark", "--only", "beside_pass", FASTDEPLOY_KVCACHE_BENCH_QUICK="1") as run:
+        said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    (report,) = tmp_path.glob("gpu-*.jsonl")
+    keep = [sys.executable, "benchmarks/copy_gpu.py", str(report), "--anyway", "--results", str(tmp_path)]
+    subprocess.run(keep, cwd=suite.ROOT, check=True, stdout=subprocess.DEVNULL)
+    result = json.loads((tmp_path / "copy_gpu.json").read_text(encoding="utf-8"))
+    assert result["machine"]["cpu"].startswith("the fake GPU")
+    assert [*map(set, result["beside"].values())] == [{*PATHS}] * 6
+    report.write_text(report.read_text(encoding="utf-8").replace("sha256 ", "sha256 f"), encoding="utf-8")
+    done = subprocess.run(keep, cwd=suite.ROOT, check=False, capture_output=True, text=True)
+    assert "measured another kernel" in done.stderr

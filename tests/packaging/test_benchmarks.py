@@ -236,7 +236,7 @@ def test_a_tree_without_git_has_no_commits(tmp_path):
 # ---- every program, at tiny sizes
 
 
-SPECIAL = {"overlay_scheduler": "needs a FastDeploy checkout", "copy_gpu": "needs a GPU"}
+SPECIAL = {"overlay_scheduler": "needs a FastDeploy checkout", "copy_gpu": "needs the report of a GPU"}
 """Programs that cannot run here, and the reason. They are compiled only."""
 
 MOONCAKE = {"storage_mooncake", "transfer"}

@@ -34,8 +34,12 @@ ROW = np.dtype(
         ("unit", "i4"),
     ]
 )
-GROUPS, THREADS = 8, 256
-"""Of a launch. These and `ROW` are as in the kernel's source."""
+ALONE, EVERYWHERE = (1, 1024), (0, 32)
+"""Groups (0: as many as the GPU has multiprocessors) and threads of a launch. While a group runs, its multiprocessor
+has no room for a matrix product. One multiprocessor moves 31 GB/s and delays a pass beside it by a fifteenth: this is
+for copies that nobody waits for. A warp on each moves 50 GB/s: this is for swap-ins, and for copies of single layers,
+which a pass waits for. Both were measured on an H200 (docs/benchmarks.md, "Copies of a GPU").
+"""
 MOST_BATCHED = 4096
 """Copies of one call; drivers crashed at 51,828."""
 IN_STREAM_ORDER, UNIFIED = 1, 4
@@ -109,12 +113,16 @@ class _Kernel:
     An upload is ordered on the stream behind the launches that read the plan before.
     """
 
-    def __init__(self, cupy: Any, function: c_void_p, rows: int, spans: int, *, to_device: bool) -> None:
+    def __init__(self, cupy: Any, function: c_void_p, rows: int, num_rows: int, spans: int, *, to_device: bool) -> None:
+        """`rows`, `spans`: addresses of tables on the GPU; `num_rows`: of all layers."""
         self._cupy, self._function = cupy, function
         self._arguments = _Arguments(rows, spans, to_device=to_device)
         self._parameters = (c_void_p * 1)(ctypes.addressof(self._arguments))
-        self._shape = _Launch(GROUPS, 1, 1, THREADS, 1, 1)
-        self._launch = ctypes.addressof(self._shape)
+        runtime = cupy.cuda.runtime
+        count = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, cupy.cuda.Device().id)
+        self._num_rows = num_rows
+        self._shapes = [_Launch(groups or count, 1, 1, threads, 1, 1) for groups, threads in (EVERYWHERE, ALONE)]
+        self._everywhere, self._alone = map(ctypes.addressof, self._shapes)
         self._sources: deque[tuple[Any, Any]] = deque()
         """Events, and page-locked memory that uploads read until then."""
 
@@ -129,12 +137,15 @@ class _Kernel:
         ctypes.memmove(source.ptr, table.ctypes.data, table.nbytes)
         stream.call("cuMemcpyHtoDAsync", self._arguments.spans, source.ptr, table.nbytes, stream.handle)
         self._sources.append((stream.record_event(), source))
-        self._shape.stream = stream.handle
+        for shape in self._shapes:
+            shape.stream = stream.handle
         self._arguments.num_spans, self._arguments.num_blocks = len(spans), len(spans.sources)
 
     def launch(self, stream: DriverStream, first: int, end: int) -> None:
         self._arguments.first_row, self._arguments.end_row = first, end  # the driver copies them at the call
-        stream.call("cuLaunchKernelEx", self._launch, self._function, self._parameters, None)
+        is_whole = end - first == self._num_rows
+        launch = self._alone if is_whole and not self._arguments.to_device else self._everywhere
+        stream.call("cuLaunchKernelEx", launch, self._function, self._parameters, None)
 
 
 class CudaCopies(Copies):
@@ -176,7 +187,7 @@ class CudaCopies(Copies):
                 place = _upload(cupy, rows, held)
                 for to_device, pairs in self._pairs.items():
                     spans = _allocate(cupy, 12 * pairs[0][0].num_rows, held)
-                    self._kernels[to_device] = _Kernel(cupy, function, place, spans, to_device=to_device)
+                    self._kernels[to_device] = _Kernel(cupy, function, place, len(rows), spans, to_device=to_device)
             except (TransferError, cupy.cuda.runtime.CUDARuntimeError) as error:
                 self._kernels.clear()
                 self.left[KERNEL] = f"the driver refused it: {error}".splitlines()[0]

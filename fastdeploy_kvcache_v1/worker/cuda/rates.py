@@ -21,7 +21,9 @@ JOINED = 16
 
 
 class Timing(NamedTuple):
-    """Cost of one row of `row_bytes`, in ns: time until it has arrived plus half the submitting thread's CPU time."""
+    """Cost of one row of `row_bytes`, in ns: time until it has arrived plus half the submitting thread's CPU time; a
+    quarter more for a kernel.
+    """
 
     row_bytes: int
     apart: float

@@ -24,7 +24,7 @@ from ...errors import TransferError
 from ..ops.copies import Copies, CpuCopies
 from ..ops.rows import BlockRows, ByteRows, CopySpans, LayerRows, plan_spans
 from .copies import CudaCopies
-from .rates import JOINED, Rates, Timing
+from .rates import JOINED, KERNEL, Rates, Timing
 from .runtime import MAPPED, PORTABLE, CudaStream
 from .trial import LIMIT_S, Answer
 
@@ -43,6 +43,8 @@ MOST_BLOCKS, MOST_BYTES = 8192, 16 << 20
 TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2
 """Of a timed copy, which takes twice as much of both tiers."""
 REPEATS = 3
+KERNEL_COST = 1.25
+"""A kernel takes multiprocessors from the pass beside it, which copy engines do not: so much longer counts its time."""
 Slots = npt.NDArray[np.int64]
 
 
@@ -178,7 +180,8 @@ class _Trial:
         joined = np.sort(groups, axis=0).ravel(), groups.ravel()
         copies, stream = self._copies(tiers), self._into if to_device else self._out
         plans = (tiers.plan(*shape, to_device=to_device) for shape in (apart, joined))
-        timing = Timing(width, *(_nanoseconds(copies, stream, plan, to_device=to_device) / blocks for plan in plans))
+        cost = (KERNEL_COST if self._path == KERNEL else 1.0) / blocks
+        timing = Timing(width, *(cost * _nanoseconds(copies, stream, plan, to_device=to_device) for plan in plans))
         copies.close()
         return timing
 

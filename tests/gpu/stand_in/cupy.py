@@ -25,7 +25,8 @@ driver.driver.cache_clear()
 
 __version__ = "14.0.0"
 
-uint8, float32 = np.uint8, np.float32
+uint8, float16, float32 = np.uint8, np.float16, np.float32
+cublas = SimpleNamespace()
 
 _current: list[_AnyStream] = []
 
@@ -101,6 +102,7 @@ runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     memcpyHostToDevice=1,
     memcpyDefault=4,
+    cudaDevAttrMultiProcessorCount=16,
     cudaDevAttrComputeMode=20,
     malloc=partial(gpu.call, "cuMemAlloc"),
     mallocAsync=lambda size, stream: gpu.call("cuMemAllocAsync", size),
@@ -183,6 +185,10 @@ def asarray(array: Any) -> ndarray:
 
 
 asnumpy = ndarray.get
+
+
+def matmul(left: ndarray, right: ndarray, out: ndarray) -> None:
+    gpu.launch(_stream(), partial(np.matmul, *(each.view(np.ndarray) for each in (left, right, out))))
 
 
 class RawKernel:

@@ -408,8 +408,9 @@ class FakeGpu:
         assert (shape, shared, attributes, num, extra or 0) == ([shape[0], 1, 1, shape[3] // 32 * 32, 1, 1], 0, 0, 0, 0)
         given = c_uint64.from_address(parameters).value
         arguments = Arguments.from_buffer_copy(ctypes.string_at(given, ctypes.sizeof(Arguments)))
-        self.log.append(("kernel", stream, arguments.first_row, arguments.end_row, arguments.num_blocks))
-        ends = [*range(arguments.first_row, arguments.end_row)]
+        rows = arguments.first_row, arguments.end_row
+        self.log.append(("kernel", stream, *rows, arguments.num_blocks, (shape[0], shape[3])))
+        ends = [*range(*rows)]
         width = int(self._table(arguments.rows + ends[0] * ROW.itemsize, ROW, 1)[0]["bytes"])
         nanoseconds = self.copy_ns("kernel", arguments.num_blocks * len(ends), width)
         self._copy(stream, nanoseconds, [lambda row=row: self._kernel_row(arguments, row) for row in ends])

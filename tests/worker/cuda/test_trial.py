@@ -505,6 +505,7 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
             for length in (1, 2, 3, 5, 8, 16):
                 spans = -(-blocks // length)
                 costs = {way: made_up(way, blocks, row_bytes) for way in (KERNEL, BATCH)}
+                costs[KERNEL] *= trial_process.KERNEL_COST
                 costs[SPANS] = spans * made_up(SPANS, blocks / spans, row_bytes)
                 for to_device in (True, False):
                     way = rates.fastest([row_bytes], blocks, spans, to_device=to_device, among=PATHS)
@@ -515,15 +516,16 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
 
 def test_each_direction_is_timed_by_copies_in_that_direction(trials, monkeypatch):
     monkeypatch.setattr(trial_process, "_nanoseconds", lambda *_, to_device: 16_000.0 if to_device else 32_000.0)
-    timings = trials.rates().timings[KERNEL]
+    timings = trials.rates().timings[BATCH]
     assert [timings[to_device][0].apart for to_device in (True, False)] == [1000.0, 2000.0], "of 16 blocks"
 
 
-def test_half_of_the_submitting_threads_time_counts(trials, monkeypatch):
+@pytest.mark.parametrize(("way", "cost"), [(KERNEL, trial_process.KERNEL_COST), (BATCH, 1.0)])
+def test_half_of_the_submitting_threads_time_counts_and_what_a_kernel_takes(trials, monkeypatch, way, cost):
     trials.gpu.copy_ns = lambda *_: 16_000.0
     monkeypatch.setattr(trial_process.time, "perf_counter_ns", partial(next, count(0, 32_000)))
-    for timings in trials.rates().timings[KERNEL]:
-        assert timings[0] == (8 * KB, pytest.approx(2000.0), pytest.approx(2000.0)), "of 16 blocks"
+    for timings in trials.rates().timings[way]:
+        assert timings[0] == (8 * KB, pytest.approx(2000.0 * cost), pytest.approx(2000.0 * cost)), "of 16 blocks"
 
 
 # ---- processes
