@@ -1,7 +1,8 @@
 """A model's pass beside copies of its cache on a GPU, by every copy path: what either of them loses.
 
 A layer is two products of float16 matrices. Its cache has the rows of a model with 8 KV heads, and goes through the
-worker's own controller: a pass waits for its swap-in layer by layer. Milliseconds are those of the GPU.
+worker's own controller: a pass waits for its swap-in layer by layer. Milliseconds are those of the GPU; what it takes
+to submit copies is in `us_per_layer` of the rates.
 """
 
 from __future__ import annotations
@@ -55,14 +56,12 @@ class Model:
         self._step, self._rng = 0, np.random.default_rng(0)
 
     def times(self, tokens: int, passes: int, copies: Sequence[Any]) -> Times:
-        """Of `passes` passes (0: none) beside copies that are submitted just before. A swap-in counts from there."""
+        """Of `passes` passes (0: none) beside copies. The clock starts behind the submission of the copies."""
         transfers, compute = self._controller.transfers, self._runtime.compute_stream
         inputs, hidden = (cupy.zeros((max(1, tokens), width), cupy.float16) for width in (WIDTH, INNER))
         cupy.cuda.Device().synchronize()
-        before = compute.record_event(timed=True)
         counter, read = self._submit(copies)
-        if counter is None:
-            before = compute.record_event(timed=True)
+        before = compute.record_event(timed=True)
         if passes:
             transfers.before_compute(read, (), counter=counter)
             with self._stream:
