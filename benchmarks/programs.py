@@ -16,7 +16,13 @@ from _support import MOST_LOAD, RESULTS, ROOT, git, summary
 
 PACKAGE = "fastdeploy_kvcache_v1"
 SCHEDULER = ("config.py", "contract", "scheduler")
-SERVER = (*SCHEDULER, "attention", "worker", "lab/model", "lab/server")
+CPU_HALF = tuple(
+    f"worker/{path.name}"
+    for path in sorted((ROOT / PACKAGE / "worker").iterdir())
+    if path.suffix == ".py" or path.name in ("ops", "runtime")
+)
+"""The worker without `worker/cuda`."""
+SERVER = (*SCHEDULER, "attention", *CPU_HALF, "lab/model", "lab/server")
 STORE = ("storage", "contract")
 
 ALONE = "the scheduler half alone, without a worker"
