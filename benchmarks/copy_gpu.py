@@ -10,6 +10,7 @@ checkout of the same commit `./scripts/bench copy_gpu REPORT` keeps it as a resu
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -135,14 +136,25 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     )
 
 
-def kept(report: Path) -> dict[str, Any]:
-    """The result that a report holds. Raises `SystemExit` for one of another kernel than this checkout's."""
-    from fastdeploy_kvcache_v1.worker.cuda.copies import PTX
+def digest() -> str:
+    """Of all files that this benchmark measures and is made of."""
+    top = Path(__file__).resolve().parents[1]
+    folders = top / "fastdeploy_kvcache_v1/worker", top / "benchmarks/copy_gpu"
+    files = (path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".ptx"))
+    found = hashlib.sha256()
+    for path in sorted([*files, Path(__file__).resolve()]):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
+
+def kept(report: Path) -> dict[str, Any]:
+    """The result that a report holds. Raises `SystemExit` for one of other code than this checkout's, or in part."""
     lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
     about = next(line["measured"] for line in lines if line["check"] == "machine")
-    if about["ptx"] != PTX.read_text(encoding="utf-8").splitlines()[0]:
-        raise SystemExit(f"error: {report.name} measured another kernel: measure this checkout, or keep it in that one")
+    if about["code"] != digest():
+        raise SystemExit(f"error: {report.name} measured other code: measure this checkout, or keep it in that one")
+    if lost := [line["check"] for line in lines if line["result"] != "ok"]:
+        raise SystemExit(f"error: {report.name} lacks {', '.join(lost)}: measure again")
     found: dict[str, Any] = {"copy_gpu": {}, "beside_pass": {}}
     for line in lines:
         module, _, way = line["group"].partition("/")

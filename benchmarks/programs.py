@@ -16,13 +16,7 @@ from _support import MOST_LOAD, RESULTS, ROOT, git, summary
 
 PACKAGE = "fastdeploy_kvcache_v1"
 SCHEDULER = ("config.py", "contract", "scheduler")
-CPU_HALF = tuple(
-    f"worker/{path.name}"
-    for path in sorted((ROOT / PACKAGE / "worker").iterdir())
-    if path.suffix == ".py" or path.name in ("ops", "runtime")
-)
-"""The worker without `worker/cuda`."""
-SERVER = (*SCHEDULER, "attention", *CPU_HALF, "lab/model", "lab/server")
+SERVER = (*SCHEDULER, "attention", "worker", "!worker/cuda", "lab/model", "lab/server")
 STORE = ("storage", "contract")
 
 ALONE = "the scheduler half alone, without a worker"
@@ -40,7 +34,7 @@ class Program(NamedTuple):
     minutes: int
     runs_over: str
     code: tuple[str, ...]
-    """Files and folders of the package that it measures."""
+    """Files and folders of the package that it measures; behind a `!`, those that it does not."""
 
     arguments: str = ""
     """Behind its name, where it needs or takes some."""
@@ -67,9 +61,10 @@ class Program(NamedTuple):
 
     @property
     def measures(self) -> list[str]:
-        """Paths from the top of the repository, its own file and folder included."""
+        """Paths for git from the top of the repository, its own file and folder included."""
         own = [each for each in (self.file, self.file.with_suffix("")) if each.exists()]
-        return [*(str(each.relative_to(ROOT)) for each in own), *(f"{PACKAGE}/{each}" for each in self.code)]
+        code = (f":(exclude){PACKAGE}/{each[1:]}" if each[0] == "!" else f"{PACKAGE}/{each}" for each in self.code)
+        return [*(str(each.relative_to(ROOT)) for each in own), *code]
 
     def about(self) -> str:
         return summary(self.file)

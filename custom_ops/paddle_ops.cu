@@ -106,12 +106,15 @@ void copy_on_gpu(Plan plan, cudaStream_t stream) {
                            plan.num_blocks,
                            plan.to_device};
   void* arguments[] = {const_cast<kvcache::Copy*>(&copy)};
-  // A warp on each multiprocessor: somebody waits for these copies (fastdeploy_kvcache_v1/worker/cuda/copies.py).
-  int device = 0, groups = 0;
-  check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&groups, cudaDevAttrMultiProcessorCount, device));
-  check(cudaLaunchKernel(reinterpret_cast<const void*>(copy_cache_rows), dim3(groups), dim3(kvcache::kLanes),
-                         arguments, 0, stream));
+  // As for copies by layer in fastdeploy_kvcache_v1/worker/cuda/copies.py, which says why.
+  int device = 0, groups = 2, threads = 512;
+  if (plan.to_device) {
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&groups, cudaDevAttrMultiProcessorCount, device));
+    threads = kvcache::kLanes * std::min(32, (64 + groups - 1) / groups);
+  }
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(copy_cache_rows), dim3(groups), dim3(threads), arguments, 0,
+                         stream));
   check(cudaFreeAsync(table, stream));
 }
 

@@ -162,7 +162,7 @@ REFUSALS = (
 )
 OF_ROLES = (
     Refusal("on a GPU",
-            "no data plane has been run on GPU memory yet",
+            "no server starts a data plane on GPU memory yet",
             "run `fastdeploy-kvcache serve --fastdeploy-cpu`, which has roles",
             lambda facts: RUN_DIRECTORY not in facts.environment),
     Refusal(f"with {PLANE}={CUDA_IPC}",

@@ -1,6 +1,6 @@
 """CudaIpcPlane: GPU memory of another process on the same machine, read by the GPU itself, through CUDA IPC.
 
-It has never run on a GPU: docs/operate/roles.md says what was tried, and how.
+docs/operate/roles.md says what was tried, and how.
 """
 
 from __future__ import annotations

@@ -115,9 +115,9 @@ class CacheTransferManager:
         """Start the copies of `step`, ordered where their slots meet. Never blocks.
 
         `overwritten`: device slots that are written soon after. Swap-outs of these slots, or of slots that the step's
-        swap-in fills, go layer by layer, so that the write can follow each layer. With None all swap-outs take the
-        fastest way. Returns the counter of the swap-in, None without one. Raises `CacheStateError`, with nothing
-        started, for foreign slots, a target written twice, or a step that is not later than the last one;
+        swap-in fills, go layer by layer, so that the write can follow each layer. With None all swap-outs go at once,
+        as delays a pass least. Returns the counter of the swap-in, None without one. Raises `CacheStateError`, with
+        nothing started, for foreign slots, a target written twice, or a step that is not later than the last one;
         `UnsupportedCopyError` for tiers that no copy connects.
         """
         if step.step <= self._last_step:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import copy_gpu
 import cupy
 import numpy as np
 
@@ -32,6 +33,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
         "load": round(os.getloadavg()[0], 2),
         "package": fastdeploy_kvcache_v1.__version__,
+        "code": copy_gpu.digest(),
         "ptx": PTX.read_text(encoding="utf-8").splitlines()[0],
     }
 

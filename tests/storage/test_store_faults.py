@@ -127,9 +127,12 @@ def contents(block):
     return [hashlib.shake_128(block + bytes([rank])).digest(BLOCK_BYTES) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_fault_of_a_store_leaves_a_wrong_byte_a_slot_or_a_request(host, seed):
+@pytest.mark.parametrize(("seed", "compute_s"), [(0, None), (1, None), (2, None), (3, None), (4, 1e3), (5, 1e3)])
+def test_no_fault_of_a_store_leaves_a_wrong_byte_a_slot_or_a_request(host, seed, compute_s):
+    """`compute_s` of a block: so long would a request wait for it if the store were not killed first."""
     server = Server(host, seed)
+    if compute_s is not None:
+        server.tier.weigh(lambda start, end: compute_s * (end - start))
     for _ in range(40):
         for _ in range(server.rng.randrange(1, 12)):
             server.turn()

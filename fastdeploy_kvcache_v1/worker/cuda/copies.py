@@ -34,12 +34,21 @@ ROW = np.dtype(
         ("unit", "i4"),
     ]
 )
-ALONE, EVERYWHERE = (1, 1024), (0, 32)
-"""Groups (0: as many as the GPU has multiprocessors) and threads of a launch. While a group runs, its multiprocessor
-has no room for a matrix product. One multiprocessor moves 31 GB/s and delays a pass beside it by a fifteenth: this is
-for copies that nobody waits for. A warp on each moves 50 GB/s: this is for swap-ins, and for copies of single layers,
-which a pass waits for. Both were measured on an H200 (docs/benchmarks.md, "Copies of a GPU").
+OUT_AT_ONCE, OUT_BY_LAYER = (1, 1024), (2, 512)
+"""Groups and threads of a launch. Where a group runs, a matrix product has no room, and more stores in flight than the
+link takes hold up all memory. On an H200 one group moves 32 GB/s and delays a prefill by a twelfth at most: for
+swap-outs that the next pass does not wait for. Two move 50 GB/s and delay it by a third: for those it waits for.
 """
+IN_WARPS = 64
+"""At least, over all multiprocessors: a swap-in has a group of the same size on each. A pass that waits for it is done
+sooner so than beside few large groups (H200: 24.3 instead of 31 ms).
+"""
+
+
+def in_shape(multiprocessors: int) -> tuple[int, int]:
+    return multiprocessors, 32 * min(32, -(-IN_WARPS // multiprocessors))
+
+
 MOST_BATCHED = 4096
 """Copies of one call; drivers crashed at 51,828."""
 IN_STREAM_ORDER, UNIFIED = 1, 4
@@ -120,9 +129,10 @@ class _Kernel:
         self._parameters = (c_void_p * 1)(ctypes.addressof(self._arguments))
         runtime = cupy.cuda.runtime
         count = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, cupy.cuda.Device().id)
+        shapes = [in_shape(count)] * 2 if to_device else [OUT_AT_ONCE, OUT_BY_LAYER]
         self._num_rows = num_rows
-        self._shapes = [_Launch(groups or count, 1, 1, threads, 1, 1) for groups, threads in (EVERYWHERE, ALONE)]
-        self._everywhere, self._alone = map(ctypes.addressof, self._shapes)
+        self._shapes = [_Launch(groups, 1, 1, threads, 1, 1) for groups, threads in shapes]
+        self._at_once, self._by_layer = map(ctypes.addressof, self._shapes)
         self._sources: deque[tuple[Any, Any]] = deque()
         """Events, and page-locked memory that uploads read until then."""
 
@@ -143,8 +153,7 @@ class _Kernel:
 
     def launch(self, stream: DriverStream, first: int, end: int) -> None:
         self._arguments.first_row, self._arguments.end_row = first, end  # the driver copies them at the call
-        is_whole = end - first == self._num_rows
-        launch = self._alone if is_whole and not self._arguments.to_device else self._everywhere
+        launch = self._at_once if end - first == self._num_rows else self._by_layer
         stream.call("cuLaunchKernelEx", launch, self._function, self._parameters, None)
 
 

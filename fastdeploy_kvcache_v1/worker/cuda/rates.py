@@ -22,7 +22,7 @@ JOINED = 16
 
 class Timing(NamedTuple):
     """Cost of one row of `row_bytes`, in ns: time until it has arrived plus half the submitting thread's CPU time; a
-    quarter more for a kernel.
+    quarter more for swap-ins by the kernel.
     """
 
     row_bytes: int

@@ -23,7 +23,7 @@ import msgspec
 from ...config import cache_directory
 from ...errors import ConfigError, ModelFetchError
 from ..ops.copies import CHOICE as OPS
-from .copies import PTX
+from .copies import IN_WARPS, OUT_AT_ONCE, OUT_BY_LAYER, PTX
 from .driver import load_cupy, uuid_of
 from .rates import BATCH, PATHS, SPANS, Rates, Timing
 
@@ -82,7 +82,8 @@ def rates_of(device: int, row_bytes: Sequence[int]) -> Rates:
         left = dict.fromkeys(PATHS, "the GPU's compute mode admits no second process to try it") | left
     answers = {path: Answer(reason) for path, reason in left.items()}
     if todo := [path for path in PATHS if path not in left]:
-        key = msgspec.json.encode([_EDITION, uuid_of(device).hex(), release, PTX.read_text().partition("\n")[0], sizes])
+        kernel = PTX.read_text().partition("\n")[0], OUT_AT_ONCE, OUT_BY_LAYER, IN_WARPS
+        key = msgspec.json.encode([_EDITION, uuid_of(device).hex(), release, *kernel, sizes])
         name = hashlib.sha256(key).hexdigest()[:32] if release else ""  # another driver would go unnoticed
         answers |= _answers(name, todo, device, sizes)
     _known = _rates({path: answers[path] for path in PATHS})

@@ -44,7 +44,9 @@ TIMED_BLOCKS, TIMED_BYTES = 512, WINDOW // 2
 """Of a timed copy, which takes twice as much of both tiers."""
 REPEATS = 3
 KERNEL_COST = 1.25
-"""A kernel takes multiprocessors from the pass beside it, which copy engines do not: so much longer counts its time."""
+"""A swap-in by the kernel takes multiprocessors from the pass, which copy engines do not: its time counts so much more.
+A swap-out's launch is small, and slower for it.
+"""
 Slots = npt.NDArray[np.int64]
 
 
@@ -146,8 +148,8 @@ class _Trial:
         for _ in range(64):
             half, handle = 1 << 20, self._compute.handle
             self._runtime.memcpyAsync(self._scratch + half, self._scratch, half, self._runtime.memcpyDefault, handle)
-        self._exchange(copies, len(tiers.widths), *plans)
-        self._exchange(CpuCopies(twin.device, twin.host), len(tiers.widths), *expected)
+        for each, (into, out) in ((copies, plans), (CpuCopies(twin.device, twin.host), expected)):
+            self._exchange(each, len(tiers.widths), into, out, by_layer=together == 1)
         for stream in (self._into, self._out, self._compute):
             stream.synchronize()
         wrong = 0
@@ -161,10 +163,14 @@ class _Trial:
         self._runtime.memcpy(to, of, nbytes, self._runtime.memcpyDefault)
         self._runtime.streamSynchronize(0)  # the call may return before the last bytes have arrived
 
-    def _exchange(self, copies: Copies, num_layers: int, into: CopySpans, out: CopySpans) -> None:
+    def _exchange(self, copies: Copies, num_layers: int, into: CopySpans, out: CopySpans, *, by_layer: bool) -> None:
+        """`by_layer`: of swap-outs, which have two shapes."""
         for layer in range(num_layers):
             copies.layer(self._into, layer, into, to_device=True)
-        copies.all_layers(self._out, out, to_device=False)
+            if by_layer:
+                copies.layer(self._out, layer, out, to_device=False)
+        if not by_layer:
+            copies.all_layers(self._out, out, to_device=False)
 
     def _order(self, count: int, together: int) -> Slots:
         groups = self._random.permutation(math.ceil(count / together))
@@ -180,7 +186,7 @@ class _Trial:
         joined = np.sort(groups, axis=0).ravel(), groups.ravel()
         copies, stream = self._copies(tiers), self._into if to_device else self._out
         plans = (tiers.plan(*shape, to_device=to_device) for shape in (apart, joined))
-        cost = (KERNEL_COST if self._path == KERNEL else 1.0) / blocks
+        cost = (KERNEL_COST if self._path == KERNEL and to_device else 1.0) / blocks
         timing = Timing(width, *(cost * _nanoseconds(copies, stream, plan, to_device=to_device) for plan in plans))
         copies.close()
         return timing

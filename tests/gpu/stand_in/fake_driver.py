@@ -406,6 +406,8 @@ class FakeGpu:
     def cuLaunchKernelEx(self, launch: P, function: P, parameters: P, extra: P) -> None:
         *shape, shared, stream, attributes, num = LAUNCH.unpack(ctypes.string_at(launch, LAUNCH.size))
         assert (shape, shared, attributes, num, extra or 0) == ([shape[0], 1, 1, shape[3] // 32 * 32, 1, 1], 0, 0, 0, 0)
+        assert shape[0] > 0, "a launch has groups"
+        assert 0 < shape[3] <= 1024, "the kernel's PTX has .maxntid 1024"
         given = c_uint64.from_address(parameters).value
         arguments = Arguments.from_buffer_copy(ctypes.string_at(given, ctypes.sizeof(Arguments)))
         rows = arguments.first_row, arguments.end_row

@@ -100,9 +100,9 @@ def test_a_plan_is_uploaded_once_for_all_its_layers(gpu):
 
 @pytest.mark.parametrize(
     ("to_device", "layers", "shape"),
-    [(False, None, (1, 1024)), (False, [0], (16, 32)), (True, [0], (16, 32)), (True, None, (16, 32))],
+    [(False, None, (1, 1024)), (False, [0], (2, 512)), (True, [0], (7, 320)), (True, None, (7, 320))],
 )
-def test_only_swap_outs_that_nobody_waits_for_keep_to_a_multiprocessor(gpu, to_device, layers, shape):
+def test_only_swap_outs_at_once_keep_to_a_multiprocessor(gpu, to_device, layers, shape):
     with closing(Copying(gpu, only("kernel"), layers=2)) as one:
         one.submit([0, 3], [5, 1], to_device=to_device, layers=layers)
         assert [entry[-1] for entry in gpu.log if entry[0] == "kernel"] == [shape]

@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from fastdeploy_kvcache_v1.worker.cuda.copies import OUT_AT_ONCE, OUT_BY_LAYER, in_shape
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, plan_spans
 from tests.worker.ops.copies import Memory
 from tests.worker.ops.native import CUSTOM_OPS, build, compiler
@@ -100,8 +101,8 @@ class Case:
         launch(parameters, GpuMemory([rows, spans], [self.memory.bytes]))
 
 
-def as_ptx(case: Case, kernel: Kernel, widths: set[int]) -> Launch:
-    groups, threads = int(case.rng.integers(1, 3)), 32 * int(case.rng.integers(1, 3))
+def as_ptx(case: Case, kernel: Kernel, widths: set[int], shape: tuple[int, int] | None = None) -> Launch:
+    groups, threads = shape or (int(case.rng.integers(1, 3)), 32 * int(case.rng.integers(1, 3)))
 
     def launch(parameters: bytes, memory: GpuMemory) -> None:
         kernel.run(parameters, memory, groups=groups, threads=threads, rng=case.rng)
@@ -157,6 +158,14 @@ def test_an_access_off_its_border_or_outside_is_noticed(kernel):
     rows["f1"] += 16 * case.memory.bytes.nbytes
     with pytest.raises(WrongAccess, match="outside"):
         case.copy(as_ptx(case, kernel, set()), rows)
+
+
+@pytest.mark.parametrize("shape", [OUT_AT_ONCE, OUT_BY_LAYER, in_shape(7), in_shape(132)])
+def test_the_shipped_ptx_copies_right_in_every_shape_that_is_launched(kernel, shape):
+    case = Case(3)
+    expected = case.expected()
+    case.copy(as_ptx(case, kernel, set(), shape))
+    assert (case.memory.bytes == expected).all()
 
 
 @pytest.mark.process

@@ -505,9 +505,9 @@ def test_the_way_that_is_taken_costs_at_most_a_tenth_more_than_the_best(trials, 
             for length in (1, 2, 3, 5, 8, 16):
                 spans = -(-blocks // length)
                 costs = {way: made_up(way, blocks, row_bytes) for way in (KERNEL, BATCH)}
-                costs[KERNEL] *= trial_process.KERNEL_COST
                 costs[SPANS] = spans * made_up(SPANS, blocks / spans, row_bytes)
-                for to_device in (True, False):
+                for to_device in (False, True):
+                    costs[KERNEL] *= trial_process.KERNEL_COST if to_device else 1.0
                     way = rates.fastest([row_bytes], blocks, spans, to_device=to_device, among=PATHS)
                     assert costs[way] <= 1.1 * min(costs.values()), (row_bytes, blocks, length, costs)
                     taken.add(way)
@@ -521,11 +521,12 @@ def test_each_direction_is_timed_by_copies_in_that_direction(trials, monkeypatch
 
 
 @pytest.mark.parametrize(("way", "cost"), [(KERNEL, trial_process.KERNEL_COST), (BATCH, 1.0)])
-def test_half_of_the_submitting_threads_time_counts_and_what_a_kernel_takes(trials, monkeypatch, way, cost):
+def test_half_of_the_submitting_threads_time_counts_and_what_a_swap_in_takes(trials, monkeypatch, way, cost):
     trials.gpu.copy_ns = lambda *_: 16_000.0
     monkeypatch.setattr(trial_process.time, "perf_counter_ns", partial(next, count(0, 32_000)))
-    for timings in trials.rates().timings[way]:
-        assert timings[0] == (8 * KB, pytest.approx(2000.0 * cost), pytest.approx(2000.0 * cost)), "of 16 blocks"
+    out, into = trials.rates().timings[way]
+    assert out[0] == (8 * KB, pytest.approx(2000.0), pytest.approx(2000.0)), "of 16 blocks"
+    assert into[0] == (8 * KB, pytest.approx(2000.0 * cost), pytest.approx(2000.0 * cost))
 
 
 # ---- processes
