@@ -52,6 +52,8 @@ class _Stream:
 
 
 class _Device:
+    id = 0
+
     def __init__(self, device: int = 0) -> None:
         pass
 
@@ -91,6 +93,7 @@ def enter(directory: Path) -> None:
     cuda: Any = types.ModuleType("cupy.cuda")
     cupy: Any = types.ModuleType("cupy")
     runtime.eventQuery, runtime.CUDARuntimeError, runtime.memcpyHostToDevice = _query, OSError, 1
+    runtime.cudaDevAttrMultiProcessorCount, runtime.deviceGetAttribute = 16, lambda *_: 132
     runtime.malloc = runtime.free = runtime.memcpy = runtime.streamSynchronize = lambda *_: 0
     cuda.runtime, cuda.Event, cuda.Stream, cuda.Device = runtime, _Event, _Stream, _Device
     cuda.alloc_pinned_memory, cuda.get_elapsed_time = _Pinned, lambda start, end: 1.0

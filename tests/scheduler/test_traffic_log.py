@@ -72,7 +72,7 @@ def test_sampled_block_is_sampled_in_every_prompt():
 
 
 @pytest.mark.parametrize(("num_hit", "computed"), [(7, 0), (8, 2)])
-def test_a_prompt_that_was_found_as_a_whole_counts_as_computed_by_its_next_step(num_hit, computed):
+def test_a_prompt_found_as_a_whole_counts_as_computed_in_its_next_step(num_hit, computed):
     manager = CacheManager(KVCacheConfig(64, 0, block_size=4), count().__next__)
     head = new_blocks(0, 8)
     serve(manager, "first", head[:num_hit])

@@ -469,7 +469,7 @@ def test_request_computes_what_is_sooner_computed_and_some_probe_the_store(engin
 
 
 @pytest.mark.parametrize(("prefetch", "num_computed"), [("timeout", FEWEST_TOKENS - 1), ("wait_complete", 0)])
-def test_now_and_then_the_end_of_a_stored_prompt_is_computed_to_learn_its_cost(engine, prefetch, num_computed):
+def test_now_and_then_the_end_of_a_stored_prompt_is_computed_to_learn(engine, prefetch, num_computed):
     made = engine(host=4096, device=4096, prefetch=prefetch)
     loaded = []
     for number in range(PROBE_EVERY):

@@ -521,7 +521,7 @@ def test_each_direction_is_timed_by_copies_in_that_direction(trials, monkeypatch
 
 
 @pytest.mark.parametrize(("way", "cost"), [(KERNEL, trial_process.KERNEL_COST), (BATCH, 1.0)])
-def test_half_of_the_submitting_threads_time_counts_and_what_a_swap_in_takes(trials, monkeypatch, way, cost):
+def test_half_of_the_threads_time_counts_and_what_a_swap_in_takes(trials, monkeypatch, way, cost):
     trials.gpu.copy_ns = lambda *_: 16_000.0
     monkeypatch.setattr(trial_process.time, "perf_counter_ns", partial(next, count(0, 32_000)))
     out, into = trials.rates().timings[way]

@@ -44,6 +44,15 @@ inline cudaError_t cudaSetDevice(int) {
   fake_cuda().log += "device ";
   return cudaSuccess;
 }
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 3;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (attribute == cudaDevAttrMultiProcessorCount && device == 3) *value = 7;
+  return cudaSuccess;
+}
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* address) {
   auto* at = static_cast<const char*>(address);
   const auto& fake = fake_cuda();
@@ -82,6 +91,7 @@ inline cudaError_t cudaLaunchKernel(const void* kernel, dim3 groups, dim3 thread
   fake_cuda().log += "launch ";
   std::string argument(static_cast<char*>(arguments[0]), 40);
   const auto run = reinterpret_cast<void (*)(const char*, int)>(const_cast<void*>(kernel));
+  if (groups.x * threads.x != 1024 && groups.x * threads.x != 7 * 320) return cudaSuccess;  // copies nothing
   const int warps = static_cast<int>(groups.x * threads.x / 32);
   stream->work.push_back([=] { run(argument.data(), warps); });
   return stream == &fake_cuda().stream ? cudaSuccess : cudaErrorInvalidValue;
