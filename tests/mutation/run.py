@@ -149,7 +149,6 @@ def own_tests(name: str) -> Path:
 
 USERS = {
     "contract": ("scheduler", "worker", "telemetry", "storage/engine", "test_doctor.py", "test_cli.py"),
-    "storage": ("test_doctor.py",),
     "telemetry": ("contract", "scheduler/test_cache_manager.py", "fastdeploy_integration/engine/test_metrics.py"),
 }
 """Tests of rooms whose users show what they are for."""
