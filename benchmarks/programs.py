@@ -1,13 +1,14 @@
 """The table of all benchmarks: time, needs, and the files that each measures; and the age of their results.
 
-A result is older than the code when a file that its benchmark measures changed after the result's commit. The age
-depends on the commit from which it is looked at, so every change of the code can make results older. Tests therefore
-never fail on an age. `./scripts/bench --list` prints the ages of today. `tables.py` writes them into the docs, with the
-commit that they hold for, and a test compares the page with that commit.
+A result is older than the code when a file that its benchmark measures changed after the result's commit, in more than
+its comments and docstrings. The age depends on the commit from which it is looked at, so every change of the code can
+make results older. Tests therefore never fail on an age. `./scripts/bench --list` prints the ages of today. `tables.py`
+writes them into the docs, with the commit that they hold for, and a test compares the page with that commit.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,11 +145,34 @@ HELPERS = {"_support", "naive", "null_gpu", "programs", "rows", "run", "sample_t
 
 
 def changed_since(commit: str | None, paths: list[str], until: str = "HEAD", root: Path = ROOT) -> list[str] | None:
-    """The files below `paths` that differ between two commits. None: `commit` is not in the history of `until`."""
+    """The files below `paths` that differ between two commits, in more than their comments and docstrings if they are
+    Python. None: `commit` is not in the history of `until`.
+    """
     if not commit or git("merge-base", "--is-ancestor", commit, until, root=root) is None:
         return None
     names = git("diff", "--name-only", f"{commit}..{until}", "--", *paths, root=root)
-    return None if names is None else names.splitlines()
+    if names is None:
+        return None
+    versions = [f"{each}:{{}}" for each in (commit, until)]
+    return [
+        name
+        for name in names.splitlines()
+        if not name.endswith(".py")
+        or len({code_of(git("show", each.format(name), root=root)) for each in versions}) > 1
+    ]
+
+
+def code_of(source: str | None) -> str:
+    """What Python makes of `source`, without texts that stand alone; `source` where it can make nothing of it."""
+    try:
+        tree = ast.parse(source or "")
+    except SyntaxError:
+        return source or ""
+    for node in ast.walk(tree):
+        for statement in (each for each in ast.iter_child_nodes(node) if isinstance(each, ast.Expr)):
+            if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+                statement.value.value = ""
+    return ast.dump(tree)
 
 
 def age(program: Program, result: dict[str, Any], until: str = "HEAD") -> str:

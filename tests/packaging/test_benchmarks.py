@@ -220,6 +220,23 @@ def test_files_changed_since_a_commit_are_those_measured(history, tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("was", "now", "is_older"),
+    [
+        ('"""Doc."""\nx = 1\n"""Of x."""', 'x = 1  # why\n"""Of it."""\n"""Doc."""', True),
+        ('"""Doc."""\nx = 1\n"""Of x."""', '"""Another."""\n\nx = 1  # why\n"""Of it."""', False),
+        ('x = "text"', 'x = "another"', True),
+        ("x = 1", "x = ", True),
+    ],
+)
+def test_a_file_has_changed_in_more_than_its_texts(history, tmp_path, was, now, is_older):
+    for text in (was, now):
+        (tmp_path / "a/x.py").write_text(text)
+        history("commit", "-qam", text)
+    assert programs.changed_since(history("rev-parse", "HEAD~1"), ["a"], root=tmp_path) == ["a/x.py"] * is_older
+
+
+@pytest.mark.process
 def test_a_commit_outside_the_history_is_unknown(history, tmp_path):
     second = history("rev-parse", "HEAD~1")
     aside = history("commit-tree", "HEAD^{tree}", "-m", "aside")
