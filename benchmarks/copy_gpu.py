@@ -149,9 +149,12 @@ def digest() -> str:
 
 def kept(report: Path) -> dict[str, Any]:
     """The result that a report holds. Raises `SystemExit` for one of other code than this checkout's, or in part."""
-    lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
-    about = next(line["measured"] for line in lines if line["check"] == "machine")
-    if about["code"] != digest():
+    try:
+        lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+        about = next(line["measured"] for line in lines if line["check"] == "machine")
+    except (OSError, ValueError, LookupError, StopIteration):
+        raise SystemExit(f"error: {report} is no report of ./scripts/test-gpu --benchmark") from None
+    if about.get("code") != digest():
         raise SystemExit(f"error: {report.name} measured other code: measure this checkout, or keep it in that one")
     if lost := [line["check"] for line in lines if line["result"] != "ok"]:
         raise SystemExit(f"error: {report.name} lacks {', '.join(lost)}: measure again")

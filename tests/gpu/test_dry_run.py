@@ -134,7 +134,8 @@ def test_a_report_becomes_a_result_of_its_gpu(tmp_path):
     result = json.loads((tmp_path / "copy_gpu.json").read_text(encoding="utf-8"))
     assert result["machine"]["cpu"].startswith("the fake GPU")
     assert [*map(set, result["beside"].values())] == [{*PATHS}] * 10
-    for was, now, said in (('"ok"', '"no time"', "lacks"), ('"code": "', '"code": "f', "measured other code")):
+    wrong = ('"ok"', '"no time"', "lacks"), ('"code": "', '"code": "f', "measured other code"), ("{", "", "no report")
+    for was, now, said in wrong:
         report.write_text(report.read_text(encoding="utf-8").replace(was, now), encoding="utf-8")
         done = subprocess.run(keep, cwd=suite.ROOT, check=False, capture_output=True, text=True)
         assert said in done.stderr

@@ -37,7 +37,8 @@ ROW = np.dtype(
 OUT_AT_ONCE, OUT_BY_LAYER = (1, 1024), (2, 512)
 """Groups and threads of a launch. Where a group runs, a matrix product has no room, and more stores in flight than the
 link takes hold up all memory. On an H200 one group moves 32 GB/s and delays a prefill by a twelfth at most: for
-swap-outs that the next pass does not wait for. Two move 50 GB/s and delay it by a third: for those it waits for.
+swap-outs that the next pass does not wait for. Two move 50 GB/s and delay it by two fifths, in one launch: for
+those it waits for. Launches by layer were not measured.
 """
 IN_WARPS = 64
 """At least, over all multiprocessors: a swap-in has a group of the same size on each. A pass that waits for it is done
