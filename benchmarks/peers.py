@@ -70,7 +70,7 @@ def main() -> None:
             if tiers == 1:
                 sizes = memory(processes, files)
             if processes:
-                cases.update((name, played(name, processes, case)) for name, case in made)
+                cases |= played(processes, dict(made))
             for process in processes.values():
                 process.close()
     run.save(
@@ -121,17 +121,21 @@ def two_tiers(files: Files) -> Iterable[tuple[str, Case]]:
     yield f"trace, {device:,} blocks and {host:,} on the host", Case(*trace, device, host)
 
 
-def played(name: str, processes: dict[str, Process], case: Case) -> dict[str, Any]:
-    plays: dict[str, list[Play]] = {each: [] for each in processes}
+def played(processes: dict[str, Process], cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """Rows by case and contender. All cases are played before any is played again, so the plays of one are minutes
+    apart: what slows a machine down, or one kind of program on it, often lasts that long.
+    """
+    plays: dict[str, dict[str, list[Play]]] = {name: {each: [] for each in processes} for name in cases}
     for number in range(PLAYS):
-        left = {each: process for each, process in processes.items() if not any(past.why for past in plays[each])}
-        if not left:
-            break
-        print(f"{name}: play {number + 1} of {PLAYS}", file=sys.stderr)
-        play(left, case, BLOCK_SIZE, TURN)
-        for each, process in left.items():
-            plays[each].append(process.result())
-    return {each: row(results) for each, results in plays.items()}
+        for name, case in cases.items():
+            past = plays[name]
+            left = {each: process for each, process in processes.items() if not any(one.why for one in past[each])}
+            if left:
+                print(f"play {number + 1} of {PLAYS}: {name}", file=sys.stderr)
+                play(left, case, BLOCK_SIZE, TURN)
+                for each, process in left.items():
+                    past[each].append(process.result())
+    return {name: {each: row(results) for each, results in past.items()} for name, past in plays.items()}
 
 
 def row(plays: Sequence[Play]) -> dict[str, Any]:

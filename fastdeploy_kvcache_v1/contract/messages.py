@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NewType, Protocol
 
+import msgspec
+
 from ..errors import UnsupportedCopyError
 from ..telemetry.metrics import counter, gauge, part, source
 from .sessions import SessionHint
@@ -182,8 +184,7 @@ step reads. Compute reads the slots that swap-ins fill.
 """
 
 
-@dataclass(frozen=True)
-class BlockCopies:
+class BlockCopies(msgspec.Struct, frozen=True):
     """Block copies of one kind: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
 
     Target slots are unique, so the copies may run in any order. Slots from a message are a `SlotArray`.
@@ -215,8 +216,7 @@ NO_SWAP_OUT = BlockCopies(*SWAP_OUT)
 NO_SWAP_IN = BlockCopies(*SWAP_IN)
 
 
-@dataclass(frozen=True)
-class SwapStep:
+class SwapStep(msgspec.Struct, frozen=True):
     """All copies of one scheduling step. The worker takes `refilled`, runs `transfers` in order, then computes.
 
     At most one transfer per kind, none empty, in `COPY_ORDER`; raises `ValueError` otherwise, `UnsupportedCopyError`

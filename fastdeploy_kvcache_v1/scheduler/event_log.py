@@ -23,13 +23,13 @@ class EventLog:
 
     def stored(self, level: CacheLevel, run: Run, added: Sequence[BlockHash] = ()) -> None:
         """Record that the blocks of `run`, or the ones about to be `added` to it, are in tier `level`."""
-        if self._has_room(len(added) or run.length):
+        if self._is_listening and self._has_room(len(added) or run.length):
             hashes, parent = (added, run.last_hash) if added else (run.hashes, run.parent_hash)
             self._events.append(CacheEvent("stored", level, tuple(hashes), parent))
 
     def removed(self, level: CacheLevel, run: Run, last: int = 0) -> None:
         """Record that `run`, or its `last` blocks, left tier `level`. An open copy to the tier was never reported."""
-        if run.open is not level and self._has_room(last or run.length):
+        if self._is_listening and run.open is not level and self._has_room(last or run.length):
             self._events.append(CacheEvent("removed", level, tuple(run.hashes[-last:])))
 
     def cleared(self) -> None:
@@ -52,8 +52,6 @@ class EventLog:
         return events
 
     def _has_room(self, num_blocks: int) -> bool:
-        if not self._is_listening:
-            return False
         self._num_blocks += num_blocks
         if self._num_blocks <= self._limit:
             return True

@@ -50,9 +50,7 @@ class RadixTree:
         """Drop one pin of the path to `leaf`, leaf first. `touch`: the path counts as used."""
         run = leaf
         while run.parent is not None:
-            if touch:
-                self._residency.touch(run)
-            self._residency.unpin(run)
+            self._residency.unpin(run, touch=touch)
             run = run.parent
         self._undo_splits(leaf)
 

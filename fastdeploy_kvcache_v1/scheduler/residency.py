@@ -63,13 +63,20 @@ class Residency:
             self.num_device_evictable -= run.length
         run.pins += 1
 
-    def unpin(self, run: Run) -> None:
-        """Drop one pin. The last one cancels an open swap-in, unless blocks below the run are on the device."""
+    def unpin(self, run: Run, *, touch: bool) -> None:
+        """Drop one pin. The last one cancels an open swap-in, unless blocks below the run are on the device. `touch`: a
+        request that used `run` has ended.
+        """
         run.pins -= 1
-        if run.pins:
-            return
         if run.detached:
             self._free_if_unused(run)
+            return
+        if touch:
+            if run.on_device:
+                self.device_order.use(run)
+            if run.host is not None:
+                self._use_host(run.host)
+        if run.pins:
             return
         if run.open is CacheLevel.DEVICE and not run.num_device_children:
             self._leave_device(run)
@@ -81,15 +88,6 @@ class Residency:
         if host is not None and not host.is_queued and (run.on_device or not run.children):
             self._use_host(host)
 
-    def touch(self, run: Run) -> None:
-        """Record that a request that used `run` has ended."""
-        if run.detached:
-            return
-        if run.on_device:
-            self.device_order.use(run)
-        if run.host is not None:
-            self._use_host(run.host)
-
     def requeue(self, run: Run) -> None:
         """Put `run` in the queues of its class, as if just used, if it is queued at all."""
         if run.is_queued:
@@ -98,7 +96,8 @@ class Residency:
             self.host_order.use(run.host)
 
     def _use_host(self, host: HostCopy) -> None:
-        if not (self.host_duplicates.may_be and self.host_duplicates.take(host)):
+        duplicates = self.host_duplicates
+        if not ((host.is_duplicate or duplicates.are_wanted) and duplicates.take(host)):
             self.host_order.use(host)
 
     def expect(self, paths: Sequence[Sequence[Run]]) -> None:
@@ -220,7 +219,7 @@ class Residency:
 
     def next_device_victim(self) -> Run | None:
         """Return the run to evict from the device next, or None. Removes runs that cannot leave yet from the order."""
-        for run in chain(self.device_order.candidates(), self._expected[0]):
+        while (run := self.device_order.first() or self._expected[0].oldest()) is not None:
             if not run.pins and not run.num_device_children:
                 return run
             run.leave_queue()
@@ -241,16 +240,18 @@ class Residency:
 
         `is_lost`: skip duplicates, so that the result is the next run whose content would be lost.
         """
-        duplicates = self.host_duplicates.youngest_first() if self.host_duplicates.may_be and not is_lost else ()
-        candidates = chain(duplicates, self.host_order.candidates(), self._expected[1])
-        return next(filter(self._is_host_victim, candidates), None)
+        while True:
+            duplicate = None if is_lost else self.host_duplicates.youngest()
+            run = duplicate or self.host_order.first() or self._expected[1].oldest()
+            if run is None or self._is_host_victim(run):
+                return run
 
     def _is_host_victim(self, run: Run) -> bool:
         host = run.host
         assert host is not None
         is_used = run.pins and not host.is_duplicate
         must_wait = is_used or (run.children and not run.on_device)
-        is_held = self.num_loose(run, 1) == 0
+        is_held = self.host_pool.num_held and not self.num_loose(run, 1)
         if not must_wait and run.open is None and not is_held:
             return True
         self.host_duplicates.drop(host)

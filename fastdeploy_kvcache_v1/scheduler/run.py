@@ -416,13 +416,15 @@ class RunQueue:
             yield link.run
             link = following
 
-    def youngest_first(self) -> Iterator[Run]:
-        link = self.end.older
-        while link is not self.end:
-            assert link is not None
-            following = link.older
-            yield link.run
-            link = following
+    def oldest(self) -> Run | None:
+        link, end = self.end.younger, self.end
+        assert link is not None
+        return None if link is end else link.run
+
+    def youngest(self) -> Run | None:
+        link, end = self.end.older, self.end
+        assert link is not None
+        return None if link is end else link.run
 
     def touch(self, link: QueueNode) -> None:
         """Move `link` to the young end of this queue, from any queue or none."""

@@ -143,7 +143,7 @@ class Tiering:
         self._residency.close_copies()
         # With the first copies after the load: one that fills the slot later and fails must not count as repaired.
         refilled, self.refilled = tuple(self.refilled), {}
-        return SwapStep.of(step, *transfers, refilled=refilled)
+        return SwapStep(step, tuple(transfers), refilled)
 
     # ---- administration
 

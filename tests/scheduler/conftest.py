@@ -37,6 +37,9 @@ class Shuffled(EvictionOrder):
         queue = self._random.choice(self.queues)
         (queue.touch if self._random.random() < 0.5 else queue.put_oldest)(place)
 
+    def first(self) -> Run | None:
+        return next(self.candidates(), None)
+
     def candidates(self) -> Iterator[Run]:
         for queue in self._random.sample(self.queues, 3):
             yield from queue

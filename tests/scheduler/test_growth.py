@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
@@ -323,14 +323,14 @@ def test_loading_a_piece_of_a_prompt_costs_the_same_at_any_depth() -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockHash]]:
     """The blocks of every one."""
     seen: list[list[BlockHash]] = []
-    plain = EvictionOrder.candidates
+    plain = EvictionOrder.first
 
-    def counting(policy: EvictionOrder) -> Iterator[Run]:
-        for found in plain(policy):
+    def counting(policy: EvictionOrder) -> Run | None:
+        if (found := plain(policy)) is not None:
             seen.append(found.hashes)
-            yield found
+        return found
 
-    monkeypatch.setattr(EvictionOrder, "candidates", counting)
+    monkeypatch.setattr(EvictionOrder, "first", counting)
     return seen
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import merge
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 from ...config import KVCacheConfig, one_of
 from ...contract.flags import Flag
@@ -27,9 +27,9 @@ LOOKED_AT = 8
 class EvictionOrder:
     """The order of one tier. `KVCacheConfig.device_eviction` and `host_eviction` choose it by name.
 
-    `Residency` calls `enter` and `use`, asks for candidates, and takes the first one that can leave: no users, no runs
-    below it, no open copy. So no order can break the tree. `Residency` removes a candidate that cannot leave
-    and enters it again later, so a search costs O(1) amortized.
+    `Residency` calls `enter` and `use`, asks for the first run, and takes it if it can leave: no users, no runs below
+    it, no open copy. So no order can break the tree. `Residency` removes a run that cannot leave and enters it again
+    later, so a search costs O(1) amortized.
 
     An order sees the *place* of a run in its tier: the `Run` itself on the device, its `HostCopy` on the host. A place
     is in at most one queue. `Residency` may move it to a queue of its own without notice. Every method costs O(1);
@@ -52,6 +52,10 @@ class EvictionOrder:
     def use(self, place: QueueNode, /) -> None:
         """Record that a request that used the run has ended, and queue it. Other requests may still use it."""
         self.queues[0].touch(place)
+
+    def first(self) -> Run | None:
+        """Return the run to evict first, or None. Asked again, it returns the same one until that is moved."""
+        return self.queues[0].oldest()
 
     def candidates(self) -> Iterator[Run]:
         """Yield runs in eviction order. The caller may remove or move the run just yielded."""
@@ -91,7 +95,7 @@ class Adaptive(EvictionOrder):
         """The queue that was worth least. Its runs are evicted as long as they are worth at most `_limit`."""
         self._limit = 0.0
         """The least worth of what stands for other queues."""
-        self._stands = _oldest
+        self._stands = RunQueue.oldest
         """Returns the run that stands for that queue: the oldest one or the youngest one."""
         self._valid_until = 0
         """Time at which all queues are compared again: worths fall with age."""
@@ -132,7 +136,7 @@ class Adaptive(EvictionOrder):
 
     def candidates(self) -> Iterator[Run]:
         before = None
-        while (first := self._first()) is not None and first is not before:
+        while (first := self.first()) is not None and first is not before:
             yield first  # usually no second one is needed
             before = first
         if before is not None:  # it stays: all others follow in order
@@ -141,13 +145,12 @@ class Adaptive(EvictionOrder):
                 if run is not before:
                     yield run
 
-    def _first(self) -> Run | None:
+    def first(self) -> Run | None:
         history, ended = self._history, self._ended
         if ended.younger is not ended and history.ended_first:
-            return _oldest(self._classes[ENDED])
+            return self._classes[ENDED].oldest()
         if not history.judge.trusts:
-            queues = self.queues if self._waits else self._classes
-            return min(filter(None, map(_oldest, queues)), key=attrgetter("last_use"), default=None)
+            return self._used_longest_ago()
         if history.now >= self._valid_until:
             self._valid_until = history.now + max(AGE_WIDTHS[0], history.lru_age // COMPARISONS)
             self._move_overdue()
@@ -156,6 +159,16 @@ class Adaptive(EvictionOrder):
             if run is not None and history.worth(run) <= self._limit:
                 return run
         return self._choose()
+
+    def _used_longest_ago(self) -> Run | None:
+        found, least = None, inf
+        for queue in self.queues if self._waits else self._classes:
+            end = queue.end
+            place = end.younger
+            assert place is not None
+            if place is not end and (run := place.run).last_use < least:
+                found, least = run, run.last_use
+        return found
 
     def _choose(self) -> Run | None:
         """Compare what stands for each queue, and remember the best queue."""
@@ -172,7 +185,7 @@ class Adaptive(EvictionOrder):
             age = now - run.last_use
             value = worths[AGE_CLASSES[(age * age).bit_length()]]
             if value < least:
-                first, least, limit, self._best, self._stands = run, value, least, queue, _oldest
+                first, least, limit, self._best, self._stands = run, value, least, queue, RunQueue.oldest
             elif value < limit:
                 limit = value
             if youngest is oldest:
@@ -227,12 +240,6 @@ def _youngest(queue: RunQueue) -> Run | None:
             return run
         place = place.older
     return None
-
-
-def _oldest(queue: RunQueue) -> Run | None:
-    place = queue.end.younger
-    assert place is not None
-    return None if place is queue.end else place.run
 
 
 EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionOrder]] = {

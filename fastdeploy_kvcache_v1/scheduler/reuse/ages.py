@@ -38,11 +38,12 @@ class LiveAges:
         """Add `weight` last used at `time`, which may be any past time."""
         self._weights[bisect_right(self._starts, time, 1) - 1][use_class] += weight
 
-    def remove(self, time: int, use_class: int, weight: float) -> None:
-        """Remove blocks used at `time`: they were used again, or are not watched any more."""
+    def remove(self, time: int, weight: float, *classes: int) -> None:
+        """Remove `weight` used at `time` from each of `classes`: used again, or not watched any more."""
         weights = self._weights[bisect_right(self._starts, time, 1) - 1]
-        left = weights[use_class] - weight
-        weights[use_class] = left if left > 0 else 0.0
+        for use_class in classes:
+            left = weights[use_class] - weight
+            weights[use_class] = left if left > 0 else 0.0
 
     def spans(self, now: int) -> Iterator[tuple[int, int, Sequence[float]]]:
         """Yield each span, youngest first: its lower and upper age, and the weights by class."""

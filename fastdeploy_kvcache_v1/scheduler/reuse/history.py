@@ -131,12 +131,12 @@ class ReuseHistory:
             if time == IN_USE or time > held_since:
                 found_by_lru = known
             if time != IN_USE:
-                ages.remove(time, ALL_BLOCKS, num_blocks)
                 if owner is None:
                     self._rates.used_again(group.use_class, now - time, num_blocks)
-                    ages.remove(time, group.use_class, num_blocks)
-                elif owner is not session:
-                    num_forked += num_blocks
+                    ages.remove(time, num_blocks, ALL_BLOCKS, group.use_class)
+                else:
+                    ages.remove(time, num_blocks, ALL_BLOCKS)
+                    num_forked += num_blocks * (owner is not session)
                 group.time = IN_USE
             if owner is not session:
                 group.owner = None
@@ -218,7 +218,7 @@ class ReuseHistory:
         return FIRST_TURN - 1 + (turns if turns < MOST_TURNS else MOST_TURNS)
 
     def _reclass(self, session: Session, use_class: int) -> None:
-        self._ages.remove(session.last_use, session.use_class, session.weight)
+        self._ages.remove(session.last_use, session.weight, session.use_class)
         session.use_class = use_class
         self._ages.add(session.last_use, use_class, session.weight)
 
@@ -245,7 +245,7 @@ class ReuseHistory:
 
     def _returned(self, session: Session, weight: float) -> None:
         self._rates.used_again(session.use_class, self.now - session.last_use, weight)
-        self._ages.remove(session.last_use, session.use_class, weight)
+        self._ages.remove(session.last_use, weight, session.use_class)
 
     def _leave(self, session: Session, num_forked: int) -> None:
         """Count the blocks that another session took over as used again, and give the others their class."""
@@ -274,7 +274,7 @@ class ReuseHistory:
         ages, stretches, last_class, num_own = self._ages, [], -1, 0
         weights = ages.young(now)
         if session.last_use != IN_USE:  # another request of it has ended before
-            ages.remove(session.last_use, session.use_class, session.weight)
+            ages.remove(session.last_use, session.weight, session.use_class)
         session.turns += not resumes
         session.last_use, session.weight = now, 1.0
         if hint.return_in_s is not None and not resumes:
@@ -288,9 +288,10 @@ class ReuseHistory:
         for group in reversed(groups):
             num_blocks, owner = group.num_blocks, group.owner
             if group.time != IN_USE:  # another request that used them has ended before
-                ages.remove(group.time, ALL_BLOCKS, num_blocks)
                 if owner is None:
-                    ages.remove(group.time, group.use_class, num_blocks)
+                    ages.remove(group.time, num_blocks, ALL_BLOCKS, group.use_class)
+                else:
+                    ages.remove(group.time, num_blocks, ALL_BLOCKS)
             group.time = now
             if owner is session:
                 num_own += num_blocks

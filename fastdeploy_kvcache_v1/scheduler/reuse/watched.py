@@ -79,13 +79,18 @@ class WatchedBlocks:
         """
         groups: list[Group] = []
         generation, end, begin = self._generation, bisect_right(DEPTHS, num_blocks), 0
+        young, old = self._young, self._old
         for same in before:  # a cut group keeps its end and loses its beginning
             if same.begin != begin or same.end > end or same.generation != generation:
                 break
             groups.append(same)
             begin = same.end
         num_unchanged = len(groups)
-        while begin < end and (group := self._group(hashes[DEPTHS[begin] - 1])) is not None:
+        while begin < end:
+            block = hashes[DEPTHS[begin] - 1]
+            group = young.get(block) or old.get(block)
+            if group is None:
+                break
             assert group.begin == begin, "a prompt that shares a block shares all before it"
             groups.append(group)
             begin = group.end

@@ -21,7 +21,7 @@ def test_against_a_list_of_all_uses(seed: int) -> None:
             uses.append(use)
         while len(uses) > 1_000 or (uses and dice.random() < 0.2):
             use = uses.pop(dice.randrange(len(uses)))
-            ages.remove(*use)
+            ages.remove(use[0], use[2], use[1])
             if dice.random() < 0.3:  # what was used then is of the other class now
                 use = (use[0], 1 - use[1], use[2])
                 ages.add(*use)
@@ -46,6 +46,6 @@ def test_against_a_list_of_all_uses(seed: int) -> None:
 
 def test_removing_blocks_that_were_never_added_keeps_weights_at_zero() -> None:
     ages = LiveAges(1, now=10)
-    ages.remove(3, 0, 5)
+    ages.remove(3, 5, 0)
     ages.young(12)[0] += 1
     assert sum(weights[0] for _, _, weights in ages.spans(13)) == 1
