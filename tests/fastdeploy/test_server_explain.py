@@ -15,6 +15,7 @@ from fastdeploy_kvcache_v1.lab.fastdeploy_cpu.settings import free_ports
 from fastdeploy_kvcache_v1.lab.model.directory import write_seed
 from fastdeploy_kvcache_v1.page.state import PAGE_PATH, STATE_PATH
 from fastdeploy_kvcache_v1.page.state import document as html
+from tests.sizing import restarts
 from tests.storage.attention_store.stand_in import environment, set_faults
 
 from . import cpu_server
@@ -181,3 +182,17 @@ def test_plan_counts_the_requests_of_the_engine(server, ask, explain):
     assert status == 0
     assert "  Not known yet (" in text
     assert " of 2,000 requests)." in text
+
+
+def test_plan_is_near_what_a_restart_with_twice_the_host_tier_hits(release, tmp_path):
+    def live(gib):
+        flags = ("--num-gpu-blocks-override", "40", "--swap-space", str(gib), "--write-policy", "write_through")
+        with started(release, tmp_path / str(gib), *flags) as (running, client):
+
+            def ask(number):
+                answer = cpu_server.ask(client, f"{number}: {noise(number, 200)}", max_tokens=1)
+                return answer.cached_tokens, len(answer.prompt)
+
+            return restarts.live(running, ask)
+
+    restarts.check(live(0.004), live(0.008))
