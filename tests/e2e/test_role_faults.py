@@ -128,6 +128,24 @@ def test_a_prefill_server_that_dies_or_stops_costs_no_token_and_no_block(servers
     servers.assert_idle()
 
 
+def test_prefill_server_whose_worker_hangs_costs_one_wait_alone(servers, expected):
+    """Its HTTP process lives and says so: heartbeats alone would let each request wait for `--transfer-wait`."""
+    worker, prefill = servers.servers["prefill0"].worker, servers.servers["prefill0"].url
+    asking = Asking(servers, 25, LONG)
+    wait_until(lambda: fetching(servers), "a fetch")
+    worker.suspend()
+    assert asking.result() == expected(25, LONG), asking.error
+    assert "has not ended its step" in httpx2.get(f"{prefill}/health").json()["error"]["message"]
+    servers.wait_alive("decode0", "decode1")
+    with servers.router.client() as client:
+        assert ask(client, 26) == expected(26)
+    worker.resume()
+    servers.wait_alive(*servers.servers)
+    with servers.router.client() as client:
+        assert ask(client, 27) == expected(27)
+    servers.assert_idle()
+
+
 @pytest.mark.parametrize(("number", "seed"), [(signal.SIGKILL, 30), (signal.SIGSTOP, 40)])
 def test_prefill_server_ends_the_leases_of_a_dead_or_stopped_decode_server(servers, expected, number, seed):
     """Its request goes to the other decode server; its leases end."""

@@ -219,9 +219,9 @@ def _add_service_routes(app: FastAPI, engine: Engine, reader: RequestReader, met
 
     @readable(app, "/health")
     async def health() -> Response:
-        """200 while requests are served, 503 with the reason once they are refused."""
-        if engine.fatal_reason is not None:
-            return JSONResponse(error_body(503, engine.fatal_reason), 503)
+        """200 while requests are served, 503 with the reason once they are refused or while the worker stands still."""
+        if (reason := engine.fatal_reason or engine.standstill) is not None:
+            return JSONResponse(error_body(503, reason), 503)
         return JSONResponse({"status": "ok"})
 
     @readable(app, "/metrics")

@@ -26,7 +26,7 @@ from .app import create_app
 from .disaggregation.endpoints import add_role_routes
 from .disaggregation.prefill_client import PrefillClient
 from .disaggregation.settings import Role
-from .engine.engine import Engine
+from .engine.engine import PATIENCE_S, Engine
 from .engine.engine_core import EngineCore
 from .engine.offered_prefills import OfferedPrefills
 from .engine.remote_prefills import RemotePrefills
@@ -96,7 +96,8 @@ def _serve(
 
     core.counters.copies[:] = worker.copies
     reader = RequestReader(config, tokenizer)
-    engine = Engine(core, worker, on_fatal=on_fatal)
+    patience_s = PATIENCE_S if config.role is None else config.role.transfer.silence_s
+    engine = Engine(core, worker, on_fatal=on_fatal, patience_s=patience_s)
     app = create_app(config, engine, reader, Metrics(core, reader.fields))
     if config.role is not None:
         add_role_routes(app, config, config.role, engine, tokenizer, worker.rank_infos)

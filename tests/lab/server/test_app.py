@@ -5,6 +5,7 @@ import random
 import re
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -281,6 +282,20 @@ def test_closed_engine_refuses_and_closes_twice():
         assert server.complete(prompt="hello").status_code == 503
         assert server.client.get("/debug/check").status_code == 503
         assert server.client.post("/reset_prefix_cache").status_code == 503
+
+
+def test_health_says_that_the_worker_stands_still_until_it_goes_on():
+    with running() as server, ThreadPoolExecutor() as pool:
+        server.engine._patience_s = 0
+        server.worker.gate.clear()
+        answer = pool.submit(server.complete, prompt="hello")
+        server.wait_for(lambda report: report["running"])
+        health = server.client.get("/health")
+        assert health.status_code == 503
+        assert error_of(health)["message"] == "the worker has not ended its step for 0 s"
+        server.worker.gate.set()
+        assert answer.result().status_code == 200
+        assert server.client.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/debug/check"])

@@ -1,4 +1,4 @@
-"""Endpoints of a server with a role. A prefill server computes prompts, and sends heartbeats meanwhile."""
+"""Endpoints of a server with a role. A prefill server computes prompts, and sends heartbeats while its worker works."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ def add_role_routes(
     async def prefill(request: Request) -> Response:
         """Compute a prompt for a decode server that knows the secret."""
         job = _read(await request.body(), request.headers.get(PROOF_HEADER, ""), role.transfer.secret, config)
+        _require_moving(engine)
         stream = RequestStream(engine, job.request_id)
         engine.submit(_generation(job, config, tokenizer, stream))
-        return StreamingResponse(_lines(stream), media_type="application/x-ndjson")
+        return StreamingResponse(_lines(stream, engine), media_type="application/x-ndjson")
 
 
 def _read(raw: bytes, given: str, secret: bytes, config: ServerConfig) -> PrefillJob:
@@ -95,11 +96,18 @@ def _generation(job: PrefillJob, config: ServerConfig, tokenizer: Tokenizer, str
     return Generation(request, hasher, tokenizer.stream(), stream.sink)
 
 
-async def _lines(stream: RequestStream) -> AsyncIterator[bytes]:
+def _require_moving(engine: Engine) -> None:
+    """Raises `ApiError` if the decode server had better compute its prompt itself."""
+    if (reason := engine.standstill) is not None:
+        raise ApiError(503, reason)
+
+
+async def _lines(stream: RequestStream, engine: Engine) -> AsyncIterator[bytes]:
     ended = asyncio.ensure_future(anext(stream.deltas()))
     try:
         yield _line(PrefillLine())
         while not (await asyncio.wait({ended}, timeout=SIGN_S))[0]:
+            _require_moving(engine)
             yield _line(PrefillLine())
         delta = ended.result()
         assert delta.usage is not None, "the only delta is the last one"

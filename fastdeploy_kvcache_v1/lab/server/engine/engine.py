@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PATIENCE_S = 60.0
+"""Longer than a step takes."""
+
 
 class Engine:
     """Thread-safe face of an `EngineCore`. Every action runs on the engine thread, in order of arrival.
@@ -33,11 +36,21 @@ class Engine:
     client cannot hold up the steps of others.
     """
 
-    def __init__(self, core: EngineCore, worker: ProcessWorkerClient, *, on_fatal: Callable[[str], None]) -> None:
-        """`on_fatal` is called once, on the engine thread, when no request can be served any more."""
+    def __init__(
+        self,
+        core: EngineCore,
+        worker: ProcessWorkerClient,
+        *,
+        on_fatal: Callable[[str], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`on_fatal` is called once, on the engine thread, when no request can be served any more. A worker that ends
+        no step for `patience_s` stands still.
+        """
         self._core = core
         self._worker = worker
         self._on_fatal = on_fatal
+        self._patience_s = patience_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_open = True
@@ -54,6 +67,12 @@ class Engine:
         """Why requests are refused, or None while they are served."""
         failure = self._core.closed
         return None if failure is None else failure.message
+
+    @property
+    def standstill(self) -> str | None:
+        """Why nothing is computed at present, or None. It may go on."""
+        seconds = self._core.seconds_in_step
+        return f"the worker has not ended its step for {seconds:.0f} s" if seconds > self._patience_s else None
 
     def start(self) -> None:
         self._thread.start()

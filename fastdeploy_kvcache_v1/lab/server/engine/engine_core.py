@@ -130,6 +130,11 @@ class EngineCore:
         return self.scheduler.is_idle and self._in_flight is None
 
     @property
+    def seconds_in_step(self) -> float:
+        """How long the batch in flight has been with the worker; 0 without one. Any thread may ask."""
+        return 0.0 if self._in_flight is None else self._clock() - self._sent_at
+
+    @property
     def closed(self) -> Failure | None:
         """Why requests are refused from now on, or None."""
         return self._closed
@@ -224,10 +229,10 @@ class EngineCore:
                     self.storage.request_left(generation.request_id)
                 self.storage.go_on()
             if plan or swap_step or transfers:
+                self._sent_at = self._clock()  # before `_in_flight`, for `seconds_in_step`
                 self._in_flight, self._step_in_flight = plan, swap_step.step
                 self._is_timed = self._num_ranks == 1 or not swap_step.swap_in
                 self.counters.steps += 1
-                self._sent_at = self._clock()
                 for item in plan:
                     item.generation.times.started(self._sent_at - item.generation.submitted_at)
                 tasks = [_task(item) for item in plan]

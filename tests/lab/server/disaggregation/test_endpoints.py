@@ -9,6 +9,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.sessions import UNTOLD, session_hint
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.lab.server.app import add_error_handlers
+from fastdeploy_kvcache_v1.lab.server.disaggregation import endpoints
 from fastdeploy_kvcache_v1.lab.server.disaggregation.endpoints import add_role_routes
 from fastdeploy_kvcache_v1.lab.server.disaggregation.settings import Role, RoleSettings
 from fastdeploy_kvcache_v1.lab.server.engine.engine import Engine
@@ -60,6 +61,7 @@ def ask():
         assert first == PrefillLine(), "a sign of life comes before the answer"
         return 200, last.error or last.answer
 
+    send.engine, send.worker = engine, worker
     send.submitted, submit = [], engine.submit
     engine.submit = lambda generation: (send.submitted.append(generation), submit(generation))
     assert msgspec.json.decode(client.get("/kvcache/role").content, type=RoleInfo).role == "prefill"
@@ -116,3 +118,15 @@ def test_a_job_that_this_server_cannot_do_is_refused_in_one_line(ask, prompt, op
 @pytest.mark.parametrize("prompt", [[263], [1] * 160])
 def test_what_just_fits_is_served(ask, prompt):
     assert ask("r", prompt)[0] == 200
+
+
+def test_a_job_ends_when_the_worker_stands_still_and_the_next_is_refused(ask, monkeypatch):
+    monkeypatch.setattr(endpoints, "SIGN_S", 0.01)
+    ask.engine._patience_s = 0.05
+    ask.worker.gate.clear()
+    standstill = "the worker has not ended its step for 0 s"
+    assert ask("stopped", PROMPT) == (200, standstill)
+    assert ask("refused", PROMPT) == (503, standstill)
+    ask.worker.gate.set()
+    ask.engine._patience_s = 60
+    assert ask("again", PROMPT)[0] == 200

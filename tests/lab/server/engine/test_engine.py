@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.lab.server.engine.engine import Engine
 from fastdeploy_kvcache_v1.lab.server.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.lab.server.engine.generation import Delta
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from tests.lab.server.harness import Worker, WorkerThread
+from tests.lab.server.harness import Harness, Worker, WorkerThread, small
 
 
 def make_engine():
@@ -69,3 +69,19 @@ def test_output_after_the_end_of_the_event_loop_is_dropped():
 
     stream = asyncio.run(open_stream())
     stream.sink(Delta("late", (1,)))
+
+
+def test_worker_stands_still_while_its_step_takes_longer_than_patience():
+    now = [1000.0]
+    harness = Harness(small(), clock=lambda: now[0])
+    engine = Engine(harness.core, WorkerThread(harness.worker), on_fatal=lambda reason: None, patience_s=10)
+    assert engine.standstill is None, "nothing is computed, for however long"
+    harness.submit("r", range(6), 1)
+    harness.core.step()
+    now[0] += 10
+    assert engine.standstill is None
+    now[0] += 1
+    assert engine.standstill == "the worker has not ended its step for 11 s"
+    harness.work(harness.sent.pop())
+    assert engine.standstill is None
+    harness.run()
