@@ -95,7 +95,7 @@ class Adaptive(EvictionOrder):
         """The queue that was worth least. Its runs are evicted as long as they are worth at most `_limit`."""
         self._limit = 0.0
         """The least worth of what stands for other queues."""
-        self._stands = RunQueue.oldest
+        self._stands: Callable[[RunQueue], Run | None] = RunQueue.oldest
         """Returns the run that stands for that queue: the oldest one or the youngest one."""
         self._valid_until = 0
         """Time at which all queues are compared again: worths fall with age."""
