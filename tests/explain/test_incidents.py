@@ -17,6 +17,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.explain import command
 from fastdeploy_kvcache_v1.scheduler import cache_manager
+from fastdeploy_kvcache_v1.scheduler.traffic import evicted_pieces
 from tests.lab.server.served import running
 
 URL = "http://cache.example:8188"
@@ -92,6 +93,43 @@ def test_host_tier_that_is_too_small_is_named_with_what_it_lacks(explain, num_ho
         assert ("There is no host tier" in explained.text) is not num_host_blocks
 
 
+def test_host_tier_is_too_small_also_for_blocks_that_left_long_ago(explain, monkeypatch):
+    monkeypatch.setattr(evicted_pieces, "FEWEST_BLOCKS", 200)
+    with running(KVCacheConfig(40, 8, block_size=4)) as server:
+        visit(server, visitors=24, rounds=4)
+        explained = explain(server)
+        assert "not_seen_lately" in explained.text
+        assert first_cause(explained) == "host_too_small"
+        assert "`fastdeploy-kvcache explain --plan` tells" in " ".join(explained.text.split())
+
+
+def test_weight_update_of_many_prompts_is_named_in_a_small_cache(explain):
+    with running(KVCacheConfig(150, block_size=4)) as server:
+        prompts = [f"{number:02d} is asked again" for number in range(24)]
+        for prompt in prompts:
+            complete(server, prompt)
+        server.engine.call(lambda core: core.manager.reset_cache(new_weights=True)).result()
+        for prompt in prompts:
+            complete(server, prompt)
+        assert first_cause(explain(server)) == "weights"
+
+
+def test_time_behind_a_few_words_is_named(explain):
+    with running(KVCacheConfig(400, block_size=4)) as server:
+        for minute in range(12):
+            complete(server, f"Your time: {minute:02d}:30. {INSTRUCTIONS}")
+        explained = explain(server)
+        assert first_cause(explained) == "changing_head"
+        assert "within their first 16 tokens" in " ".join(explained.text.split())
+
+
+def test_question_behind_common_instructions_is_no_cause(explain):
+    with running(KVCacheConfig(400, block_size=4)) as server:
+        for number in range(12):
+            complete(server, f"{INSTRUCTIONS} {number:02d} apples and one more?")
+        assert first_cause(explain(server)) is None
+
+
 def test_time_at_the_head_of_prompts_is_named(explain):
     with running(KVCacheConfig(400, block_size=4)) as server:
         for minute in range(12):
@@ -124,6 +162,19 @@ def test_prompts_that_are_read_once_are_named_without_tenants_too(explain):
             for page in range(3):
                 complete(server, f"{number} {page} of a book that is read once. {INSTRUCTIONS}")
         assert first_cause(explain(server)) == "scan"
+
+
+def test_tenant_whose_blocks_are_pushed_out_is_not_the_one_that_scans(explain):
+    """Both never hit, and what is read has the same first words."""
+    with running(KVCacheConfig(100, block_size=4)) as server:
+        for number in range(6):
+            visit(server, visitors=2, rounds=1, cache_salt="ours")
+            for page in range(4):
+                book = f"Read: {number} {page} of a book that is read once. {INSTRUCTIONS}"
+                complete(server, book, cache_salt="theirs")
+        explained = explain(server)
+        assert first_cause(explained) == "scan"
+        assert "One tenant sends 7" in " ".join(explained.text.split())
 
 
 def test_copy_path_that_the_driver_refuses_is_named(explain):

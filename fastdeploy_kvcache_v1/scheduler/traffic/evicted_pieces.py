@@ -14,6 +14,8 @@ from ..run import WIDTH, Run
 
 BLOCKS_PER_PIECE = 13
 """A generation has a piece for so many blocks that the cache can hold, which are 10 bytes a block at most."""
+FEWEST_BLOCKS = 1 << 12
+"""A smaller cache has the table of one with so many blocks, 96 KiB."""
 FADED_BYTES = 3
 """For each block that the cache can hold."""
 TICKS_PER_SECOND = 16
@@ -48,7 +50,7 @@ def ends_on(piece: int, block: BlockHash) -> bool:
 
 
 class EvictedPieces:
-    """A bounded table: at most 24 bytes for each block that the cache can hold.
+    """A bounded table: at most 24 bytes for each block that the cache can hold, if these are many.
 
     A piece is an integer: the number of blocks that had left before it, time, cause, length, and a byte of its last
     hash. There are two generations, of which the older one is forgotten as a whole. Of each forgotten piece a byte is
@@ -65,7 +67,8 @@ class EvictedPieces:
 
     def resize(self, num_blocks: int) -> None:
         """Forget all: the cache can hold `num_blocks` from now on. O(num_blocks)."""
-        self._most = max(16, num_blocks // BLOCKS_PER_PIECE)
+        num_blocks = max(num_blocks, FEWEST_BLOCKS)
+        self._most = num_blocks // BLOCKS_PER_PIECE
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._faded = bytearray(FADED_BYTES * num_blocks + 1)
