@@ -22,7 +22,7 @@ from fastdeploy_kvcache_v1.scheduler.block_hashing import BlockHasher
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.run import Run
 from fastdeploy_kvcache_v1.scheduler.traffic import evicted_pieces
-from fastdeploy_kvcache_v1.scheduler.traffic.evicted_pieces import EVICTED_DEVICE, FEWEST_BLOCKS, EvictedPieces
+from fastdeploy_kvcache_v1.scheduler.traffic.evicted_pieces import EVICTED_DEVICE, EvictedPieces
 from fastdeploy_kvcache_v1.scheduler.traffic.misses import MOST_KEPT
 
 from .scenario import manager, play_law, run
@@ -215,7 +215,7 @@ def test_the_table_takes_at_most_24_bytes_for_each_block_of_the_cache(num_blocks
             pieces.add(Run.of([BlockHash(sha256(b"%d" % number).digest())], [0]), 0, EVICTED_DEVICE)
             if not number % (num_blocks // 50):
                 most = max(most, getsizeof(pieces))
-    assert most <= 24 * max(num_blocks, FEWEST_BLOCKS), most / num_blocks
+    assert most <= 24 * num_blocks, most / num_blocks
 
 
 def test_a_token_without_a_reason_breaks_a_law() -> None:

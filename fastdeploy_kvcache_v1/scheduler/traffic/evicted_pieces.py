@@ -14,8 +14,8 @@ from ..run import WIDTH, Run
 
 BLOCKS_PER_PIECE = 13
 """A generation has a piece for so many blocks that the cache can hold, which are 10 bytes a block at most."""
-FEWEST_BLOCKS = 1 << 12
-"""A smaller cache has the table of one with so many blocks, 96 KiB."""
+FEWEST_BLOCKS = 1000
+"""A smaller cache has the table of one with so many blocks: 24 KB."""
 FADED_BYTES = 3
 """For each block that the cache can hold."""
 TICKS_PER_SECOND = 16
@@ -50,7 +50,7 @@ def ends_on(piece: int, block: BlockHash) -> bool:
 
 
 class EvictedPieces:
-    """A bounded table: at most 24 bytes for each block that the cache can hold, if these are many.
+    """A bounded table: at most 24 bytes for each block that the cache can hold, or 24 KB in a small one.
 
     A piece is an integer: the number of blocks that had left before it, time, cause, length, and a byte of its last
     hash. There are two generations, of which the older one is forgotten as a whole. Of each forgotten piece a byte is
