@@ -17,7 +17,6 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import CopyPath
 from fastdeploy_kvcache_v1.explain import command
 from fastdeploy_kvcache_v1.scheduler import cache_manager
-from fastdeploy_kvcache_v1.scheduler.traffic import evicted_pieces
 from tests.lab.server.served import running
 
 URL = "http://cache.example:8188"
@@ -93,8 +92,7 @@ def test_host_tier_that_is_too_small_is_named_with_what_it_lacks(explain, num_ho
         assert ("There is no host tier" in explained.text) is not num_host_blocks
 
 
-def test_host_tier_is_too_small_also_for_blocks_that_left_long_ago(explain, monkeypatch):
-    monkeypatch.setattr(evicted_pieces, "FEWEST_BLOCKS", 200)
+def test_host_tier_is_too_small_also_for_blocks_that_left_long_ago(explain):
     with running(KVCacheConfig(40, 8, block_size=4)) as server:
         visit(server, visitors=24, rounds=4)
         explained = explain(server)
