@@ -135,7 +135,7 @@ def test_prefill_server_whose_worker_hangs_costs_one_wait_alone(servers, expecte
     wait_until(lambda: fetching(servers), "a fetch")
     worker.suspend()
     assert asking.result() == expected(25, LONG), asking.error
-    assert "has not ended its step" in httpx2.get(f"{prefill}/health").json()["error"]["message"]
+    assert "has computed no layer" in httpx2.get(f"{prefill}/health").json()["error"]["message"]
     servers.wait_alive("decode0", "decode1")
     with servers.router.client() as client:
         assert ask(client, 26) == expected(26)
@@ -143,6 +143,20 @@ def test_prefill_server_whose_worker_hangs_costs_one_wait_alone(servers, expecte
     servers.wait_alive(*servers.servers)
     with servers.router.client() as client:
         assert ask(client, 27) == expected(27)
+    servers.assert_idle()
+
+
+def test_decode_server_whose_worker_hangs_gets_no_more_requests(servers, expected):
+    worker = servers.servers["decode0"].worker
+    worker.suspend()
+    asking = [Asking(servers, seed, 200) for seed in (28, 29)]  # one for each decode server
+    servers.wait_alive("prefill0", "decode1")
+    with servers.router.client() as client:
+        assert ask(client, 27) == expected(27)
+    worker.resume()
+    for seed, each in zip((28, 29), asking, strict=True):
+        assert each.result() == expected(seed), each.error
+    servers.wait_alive(*servers.servers)
     servers.assert_idle()
 
 

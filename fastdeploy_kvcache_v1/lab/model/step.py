@@ -76,6 +76,11 @@ class StepTask:
 
 
 @dataclass(frozen=True)
+class LayerComputed:
+    """The worker goes on with its batch. It says so once a second at most."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Answer to a batch. A request in neither `retry` nor `errors` was computed."""
 

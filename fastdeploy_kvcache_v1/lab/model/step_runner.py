@@ -88,9 +88,10 @@ class StepRunner:
         guess: Guess | None = None,
         transfers: Transfers | None = None,
         ranks: Ranks = ONE_RANK,
+        layer_computed: Callable[[], None] = lambda: None,
     ) -> None:
         """`forward` and `guess` of a `Model`; `transfers` of a server with a role. All `ranks` run the same batches,
-        each with its own part of the model.
+        each with its own part of the model. `layer_computed` is called as often as `before_layer`.
         """
         self._forward = forward
         self._guess = guess
@@ -99,6 +100,7 @@ class StepRunner:
         self._block_size = block_size
         self._transfers = transfers
         self._ranks = ranks
+        self._layer_computed = layer_computed
 
     @property
     def has_open_copies(self) -> bool:
@@ -172,6 +174,7 @@ class StepRunner:
         result = StepResult()
 
         def before_layer(layer: int) -> None:
+            self._layer_computed()
             if self._transfers is not None:
                 self._transfers.layer_begins(layer)
             if counter is not None:

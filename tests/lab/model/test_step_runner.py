@@ -45,12 +45,17 @@ class Worker:
         )
         caches = self.controller.initialize_kv_cache(8, 8)
         self.runtime = runtime
+        self.num_signs = 0
         self.runner = StepRunner(
             self.forward,
             self.controller,
             caches,
             block_size=BLOCK,
+            layer_computed=self.give_sign,
         )
+
+    def give_sign(self):
+        self.num_signs += 1
 
     def close(self):
         self.controller.transfers.drain()
@@ -185,6 +190,7 @@ def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
     result = worker.runner.run(batch)
     assert (result.tokens, result.retry, result.errors) == ({"a": (9,)}, {}, {})
     assert len(copies) == 2 * LAYERS
+    assert worker.num_signs == LAYERS, "a sign of life for each layer"
 
 
 def test_slot_of_a_failed_swap_in_fails_its_readers_until_it_is_written(start):

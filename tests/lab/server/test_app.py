@@ -292,7 +292,7 @@ def test_health_says_that_the_worker_stands_still_until_it_goes_on():
         server.wait_for(lambda report: report["running"])
         health = server.client.get("/health")
         assert health.status_code == 503
-        assert error_of(health)["message"] == "the worker has not ended its step for 0 s"
+        assert error_of(health)["message"] == "the worker has computed no layer for 0 s"
         server.worker.gate.set()
         assert answer.result().status_code == 200
         assert server.client.get("/health").status_code == 200

@@ -78,7 +78,7 @@ ROLE_FLAGS = (
     ),
     _seconds(
         "transfer_silence",
-        "time without a heartbeat after which a peer counts as dead, and without an ended step a worker",
+        "time without a heartbeat after which a peer counts as dead, and without a computed layer a worker",
         default=TransferSettings.silence_s,
         above=TransferSettings.ping_s,
     ),

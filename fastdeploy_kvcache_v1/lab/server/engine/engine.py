@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ....contract.messages import WorkerReport
 from ....storage.engine.store_link import Answer as StorageAnswer
 from ....transfer.rank_messages import TransferNews
-from ...model.step import StepResult
+from ...model.step import LayerComputed, StepResult
 from ..prefill_job import PrefillAnswer
 from .engine_core import EngineCore
 from .generation import Failure, Generation
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
-"""Longer than a step takes."""
+"""Longer than a layer takes."""
 
 
 class Engine:
@@ -44,8 +44,8 @@ class Engine:
         on_fatal: Callable[[str], None],
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`on_fatal` is called once, on the engine thread, when no request can be served any more. A worker that ends
-        no step for `patience_s` stands still.
+        """`on_fatal` is called once, on the engine thread, when no request can be served any more. A worker that
+        computes no layer of its batch for `patience_s` stands still.
         """
         self._core = core
         self._worker = worker
@@ -71,8 +71,8 @@ class Engine:
     @property
     def standstill(self) -> str | None:
         """Why nothing is computed at present, or None. It may go on."""
-        seconds = self._core.seconds_in_step
-        return f"the worker has not ended its step for {seconds:.0f} s" if seconds > self._patience_s else None
+        seconds = self._core.seconds_without_layer
+        return f"the worker has computed no layer for {seconds:.0f} s" if seconds > self._patience_s else None
 
     def start(self) -> None:
         self._thread.start()
@@ -125,6 +125,8 @@ class Engine:
         match message:
             case StepResult():
                 self._post(lambda: self._core.on_step_result(message, rank))
+            case LayerComputed():
+                self._post(self._core.on_layer)
             case TransferNews():
                 self._post(lambda: self._core.on_transfer_news(message, rank))
             case WorkerReport():

@@ -118,6 +118,7 @@ class EngineCore:
         self._is_timed = False
         """The duration of the batch in flight measures its computation alone."""
         self._sent_at = 0.0
+        self._computed_at = 0.0
         self._closed: Failure | None = None
         self._tool_call_ends = tool_call_ends
         self._num_ranks = num_ranks
@@ -130,9 +131,9 @@ class EngineCore:
         return self.scheduler.is_idle and self._in_flight is None
 
     @property
-    def seconds_in_step(self) -> float:
-        """How long the batch in flight has been with the worker; 0 without one. Any thread may ask."""
-        return 0.0 if self._in_flight is None else self._clock() - self._sent_at
+    def seconds_without_layer(self) -> float:
+        """How long the worker has computed no layer of its batch; 0 without a batch. Any thread may ask."""
+        return 0.0 if self._in_flight is None else self._clock() - self._computed_at
 
     @property
     def closed(self) -> Failure | None:
@@ -229,7 +230,7 @@ class EngineCore:
                     self.storage.request_left(generation.request_id)
                 self.storage.go_on()
             if plan or swap_step or transfers:
-                self._sent_at = self._clock()  # before `_in_flight`, for `seconds_in_step`
+                self._sent_at = self._computed_at = self._clock()  # before `_in_flight`: `seconds_without_layer`
                 self._in_flight, self._step_in_flight = plan, swap_step.step
                 self._is_timed = self._num_ranks == 1 or not swap_step.swap_in
                 self.counters.steps += 1
@@ -265,6 +266,10 @@ class EngineCore:
                 self.storage.request_arrived(generation.request_id, generation.hasher, generation.tokens)
         self.storage.look_again()
         self.storage.go_on()
+
+    def on_layer(self) -> None:
+        """The worker goes on with the batch in flight."""
+        self._computed_at = self._clock()
 
     def on_step_result(self, answer: StepResult, rank: int = 0) -> None:
         """Take a rank's answer to the batch in flight. The step ends with the last one."""

@@ -1,8 +1,8 @@
 """Messages between the engine process and a worker process, over one pipe. Plain picklable data.
 
 Engine to worker: a `WorkerLaunch`, then a `BatchRequest` per step, or `None` to stop. Worker to engine: `WorkerReady`,
-or the `KVCacheError` that prevents a start. Then a `StepResult` per batch, a `WorkerReport` for copies that end between
-steps, and with a role `TransferNews` of leases and fetches that ended.
+or the `KVCacheError` that prevents a start. Then `LayerComputed` and a `StepResult` per batch, a `WorkerReport` for
+copies that end between steps, and with a role `TransferNews` of leases and fetches that ended.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from ...child_processes import die_with_parent
 from ...model import configure_reproducible_math, load_model
 from ...model.copy_faults import VARIABLE, make_runtime
 from ...model.ranks import Ranks, inherited_pipes
-from ...model.step import StepResult
+from ...model.step import LayerComputed, StepResult
 from ...model.step_runner import StepRunner
 from .messages import WorkerLaunch, WorkerReady
 from .outside import RankStorage, digest_of, host_trailer_bytes, make_transfers
@@ -40,6 +40,9 @@ OPEN_TRANSFERS_POLL_S = 0.001
 """Each fetch takes several turns, for which its request waits."""
 IDLE_TRANSFERS_POLL_S = 0.1
 DRAIN_TIMEOUT_S = 5.0
+
+SIGN_S = 1.0
+"""Least time between two signs of life."""
 
 LIBGOMP = "libgomp.so.1"
 
@@ -78,6 +81,20 @@ class Stop:
             self._is_computing = False
 
 
+class SignsOfLife:
+    """Tells the engine that a long step goes on."""
+
+    def __init__(self, link: Connection) -> None:
+        self._link = link
+        self._sent_at = -SIGN_S
+
+    def layer_computed(self) -> None:
+        now = time.monotonic()
+        if now - self._sent_at >= SIGN_S:
+            self._sent_at = now
+            self._link.send(LayerComputed())
+
+
 def main() -> int:
     stop = Stop()
     signal.signal(signal.SIGUSR1, stop)
@@ -97,7 +114,7 @@ def main() -> int:
 
 def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, stop: Stop) -> int:
     try:
-        runner, controller, transfers = _build(launch, ranks)
+        runner, controller, transfers = _build(launch, ranks, SignsOfLife(link))
         settings, storage = launch.config.storage, None
         if settings is not None and launch.link is not None:
             storage = RankStorage(settings, launch.link, ranks, controller, launch.namespace)
@@ -128,7 +145,9 @@ def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, stop: Stop) -> 
     return 0
 
 
-def _build(launch: WorkerLaunch, ranks: Ranks) -> tuple[StepRunner, CacheController, RankTransfers | None]:
+def _build(
+    launch: WorkerLaunch, ranks: Ranks, signs: SignsOfLife
+) -> tuple[StepRunner, CacheController, RankTransfers | None]:
     config = launch.config
     configure_reproducible_math(config.threads)
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
@@ -165,6 +184,7 @@ def _build(launch: WorkerLaunch, ranks: Ranks) -> tuple[StepRunner, CacheControl
         guess=computing.guess,
         transfers=transfers,
         ranks=ranks,
+        layer_computed=signs.layer_computed,
     )
     return runner, controller, transfers
 

@@ -20,12 +20,12 @@ from typing import Any
 from ....contract.messages import BatchRequest, WorkerReport
 from ....errors import KVCacheError, WorkerDiedError
 from ....transfer.rank_messages import TransferNews
-from ...model.step import StepResult
+from ...model.step import LayerComputed, StepResult
 from .messages import WorkerLaunch, WorkerReady
 
 __all__ = ["POLL_S", "STOP_TIMEOUT_S", "Answer", "RankProcess"]
 
-Answer = StepResult | WorkerReport | TransferNews
+Answer = StepResult | LayerComputed | WorkerReport | TransferNews
 
 logger = logging.getLogger(__name__)
 

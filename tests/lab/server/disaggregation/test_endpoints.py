@@ -124,7 +124,7 @@ def test_a_job_ends_when_the_worker_stands_still_and_the_next_is_refused(ask, mo
     monkeypatch.setattr(endpoints, "SIGN_S", 0.01)
     ask.engine._patience_s = 0.05
     ask.worker.gate.clear()
-    standstill = "the worker has not ended its step for 0 s"
+    standstill = "the worker has computed no layer for 0 s"
     assert ask("stopped", PROMPT) == (200, standstill)
     assert ask("refused", PROMPT) == (503, standstill)
     ask.worker.gate.set()

@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.lab.model.step import LayerComputed
 from fastdeploy_kvcache_v1.lab.server.app import RequestStream
 from fastdeploy_kvcache_v1.lab.server.engine.engine import Engine
 from fastdeploy_kvcache_v1.lab.server.engine.engine_core import EngineCore
@@ -81,7 +82,10 @@ def test_worker_stands_still_while_its_step_takes_longer_than_patience():
     now[0] += 10
     assert engine.standstill is None
     now[0] += 1
-    assert engine.standstill == "the worker has not ended its step for 11 s"
+    assert engine.standstill == "the worker has computed no layer for 11 s"
+    engine._on_message(0, LayerComputed())
+    engine._next_action()()
+    assert engine.standstill is None, "a long step goes on"
     harness.work(harness.sent.pop())
     assert engine.standstill is None
     harness.run()

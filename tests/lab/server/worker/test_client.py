@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.contract.messages import BatchRequest
+from fastdeploy_kvcache_v1.contract.messages import SWAP_IN, BatchRequest, BlockCopies, SwapStep
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
+from fastdeploy_kvcache_v1.lab.model import copy_faults
 from fastdeploy_kvcache_v1.lab.model.sampler import SamplingParams
-from fastdeploy_kvcache_v1.lab.model.step import StepTask
+from fastdeploy_kvcache_v1.lab.model.step import LayerComputed, StepTask
 from fastdeploy_kvcache_v1.lab.server.settings import ServerConfig
 from fastdeploy_kvcache_v1.lab.server.worker import client, rank_process
 from fastdeploy_kvcache_v1.lab.server.worker.client import ProcessWorkerClient, StartInterruptedError
@@ -41,12 +42,15 @@ def temp_dir(monkeypatch):
 
 class Listener:
     def __init__(self, client):
-        self.answers, self.reasons = [], []
+        self.answers, self.reasons, self.num_signs = [], [], 0
         self.answered, self.died = threading.Semaphore(0), threading.Event()
         self.on_answer = lambda: None
         client.listen(self.on_message, self.on_death)
 
     def on_message(self, rank, message):
+        if isinstance(message, LayerComputed):
+            self.num_signs += 1
+            return
         self.answers.append((rank, message))
         self.answered.release()
         self.on_answer()
@@ -109,6 +113,17 @@ def test_every_rank_answers_with_the_same_token_and_no_name_is_left(temp_dir):
         assert first == second
         assert list(first) == ["r"]
     assert listener.reasons == []
+
+
+@pytest.mark.process
+def test_long_step_shows_between_its_layers_that_it_goes_on(temp_dir, monkeypatch):
+    monkeypatch.setenv(copy_faults.VARIABLE, '{"delay_ms": {"swap_in": 1100}}')
+    copies = SwapStep(0, (BlockCopies(*SWAP_IN, (0,), (5,)),))
+    with running(ONE) as (client, listener, _):
+        task = StepTask("r", [1, 2, 3], ONE.cache.block_size, [5, 6], True, SamplingParams())
+        client.send(BatchRequest([task], [copies]))
+        assert listener.answered.acquire(timeout=60)
+        assert listener.num_signs > 1
 
 
 @pytest.mark.process

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.contract.messages import WorkerReport
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
 from fastdeploy_kvcache_v1.lab.model.ranks import ONE_RANK
+from fastdeploy_kvcache_v1.lab.model.step import LayerComputed
 from fastdeploy_kvcache_v1.lab.server.settings import ServerConfig
 from fastdeploy_kvcache_v1.lab.server.worker import process
 from fastdeploy_kvcache_v1.lab.server.worker.messages import WorkerLaunch
@@ -90,6 +92,16 @@ def test_stop_signal_between_batches_interrupts_nothing_but_the_next_one(stop):
     assert runner.num_ended == 1
 
 
+def test_engine_is_told_once_a_second_that_layers_are_computed(monkeypatch):
+    told, now = [], [1000.0]
+    link = SimpleNamespace(send=told.append)
+    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
+    signs = process.SignsOfLife(link)
+    for now[0], num_told in [(1000.0, 1), (1000.5, 1), (1001.0, 2), (1001.9, 2), (1007.0, 3), (1007.1, 3)]:
+        signs.layer_computed()
+        assert told == [LayerComputed()] * num_told
+
+
 def test_model_is_loaded_for_max_model_len_and_threads_of_the_server(monkeypatch):
     def load(path, config, layout, ranks):
         raise ModelError(f"loaded for {config.max_position}")
@@ -99,7 +111,7 @@ def test_model_is_loaded_for_max_model_len_and_threads_of_the_server(monkeypatch
     monkeypatch.setattr(process, "configure_reproducible_math", asked.append)
     config = ServerConfig(cache=KVCacheConfig(8), max_model_len=77, threads=3)
     with pytest.raises(ModelError, match="loaded for 77"):
-        _build(WorkerLaunch(config=config), ranks=ONE_RANK)
+        _build(WorkerLaunch(config=config), ONE_RANK, process.SignsOfLife(None))
     assert asked == [3]
 
 
