@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the interpreter of transformers lacks the package
+
 from _support import ROOT, begin, median, sized
 
 PROMPT_TOKENS = sized(2188, 130)
