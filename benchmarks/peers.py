@@ -1,5 +1,5 @@
 """Time per request of this CacheManager beside those of other engines, from their released wheels, on a CPU.
-Each has a process and an environment of its own; they play the same prompts in turns of 200 requests, several times.
+Each plays the same prompts in an environment and processes of its own, in turns of 200 requests, several times.
 
 The time of a request is the least of its plays, so what other programs on the machine cause is left out. A shadow data
 plane checks that each finds only what was computed. FastDeploy's managers need a checkout, named by a variable. A
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -62,17 +63,13 @@ def main() -> None:
     only = tuple(run.options.only or ("",))
     entries = [entry for entry in ENTRIES if entry.name.startswith(only)]
     say_needs(entries, download_gib=5, room_gib=14, minutes=sized(55, 4))
-    cases: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         files = Files(Path(folder), run.options.trace, run.options.requests)
-        for tiers, made in ((1, make_cases(files)), (2, two_tiers(files))):
-            processes = {entry.name: Process(entry) for entry in entries if tiers in entry.tiers}
-            if tiers == 1:
-                sizes = memory(processes, files)
-            if processes:
-                cases |= played(processes, dict(made))
-            for process in processes.values():
-                process.close()
+        processes = {
+            tiers: {entry.name: Process(entry) for entry in entries if tiers in entry.tiers} for tiers in (1, 2)
+        }
+        sizes = memory(processes[1], files)
+        cases = played(processes, {**dict(make_cases(files)), **dict(two_tiers(files))})
     run.save(
         {
             "trace": trace_name(run.options.trace), "block_size": BLOCK_SIZE, "turn": TURN, "plays": PLAYS,
@@ -121,21 +118,26 @@ def two_tiers(files: Files) -> Iterable[tuple[str, Case]]:
     yield f"trace, {device:,} blocks and {host:,} on the host", Case(*trace, device, host)
 
 
-def played(processes: dict[str, Process], cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    """Rows by case and contender. All cases are played before any is played again, so the plays of one are minutes
-    apart: what slows a machine down, or one kind of program on it, often lasts that long.
+def played(processes: dict[int, dict[str, Process]], cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """Rows by case and contender. All cases are played before any is played again, and then in new processes: what
+    slows a machine down for minutes, or a process for its life by where its memory lies, meets one play of several.
     """
-    plays: dict[str, dict[str, list[Play]]] = {name: {each: [] for each in processes} for name in cases}
-    for number in range(PLAYS):
+    plays: dict[str, dict[str, list[Play]]] = {name: {} for name in cases}
+    for number, tiers in product(range(PLAYS), (1, 2)):
         for name, case in cases.items():
-            past = plays[name]
-            left = {each: process for each, process in processes.items() if not any(one.why for one in past[each])}
-            if left:
+            if case.tiers == tiers:
                 print(f"play {number + 1} of {PLAYS}: {name}", file=sys.stderr)
-                play(left, case, BLOCK_SIZE, TURN)
-                for each, process in left.items():
-                    past[each].append(process.result())
+                play_once(processes[tiers], case, plays[name])
+        close(processes[tiers])
     return {name: {each: row(results) for each, results in past.items()} for name, past in plays.items()}
+
+
+def play_once(processes: dict[str, Process], case: Case, past: dict[str, list[Play]]) -> None:
+    """Add a play of `case` to `past`, of each contender that has not failed in it yet."""
+    left = {each: process for each, process in processes.items() if not any(one.why for one in past.get(each, ()))}
+    play(left, case, BLOCK_SIZE, TURN)
+    for each, process in left.items():
+        past.setdefault(each, []).append(process.result())
 
 
 def row(plays: Sequence[Play]) -> dict[str, Any]:
@@ -160,9 +162,16 @@ def row(plays: Sequence[Play]) -> dict[str, Any]:
 
 
 def memory(processes: dict[str, Process], files: Files) -> dict[str, dict[str, Any]]:
-    """Measured first, in processes that have played nothing."""
+    """Measured in processes that play nothing else."""
     case = Case(*files.of_trace("memory", files.trace, sized(1_000, 60)), sized(100_000, 10_000))
-    return {name: process.memory(case, BLOCK_SIZE) or {"why": process.why} for name, process in processes.items()}
+    told = {name: process.memory(case, BLOCK_SIZE) or {"why": process.why} for name, process in processes.items()}
+    close(processes)
+    return told
+
+
+def close(processes: dict[str, Process]) -> None:
+    for process in processes.values():
+        process.close()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,10 @@ class Case(NamedTuple):
     host: int = 0
     window: int = 1
 
+    @property
+    def tiers(self) -> int:
+        return 2 if self.host else 1
+
     def given(self, block_size: int) -> dict[str, Any]:
         """What a player makes of it, without `requests`, in JSON's types."""
         return {"prompts": str(self.prompts), "device": self.device, "host": self.host, "window": self.window,
@@ -58,7 +62,8 @@ class Play(NamedTuple):
 
 
 class Process:
-    """A contender's process, which plays one case after the other. One that died is started again for the next case.
+    """A contender's process, which plays one case after the other. One that died or was closed is started again for
+    the next case.
 
     `why` and `lie` as in a `Play` of the present case.
     """
@@ -70,7 +75,6 @@ class Process:
         try:
             self._source = source_of(entry)  # before an environment is made for nothing
             self._command = [str(python_of(entry.environment)), "-W", "ignore", str(FOLDER / "player.py")]
-            self._start()
         except Missing as missing:
             self._command, self.why = [], f"not here: {missing}"
 
@@ -79,8 +83,6 @@ class Process:
         if not self._command:
             return
         self.played, self.lie, self.why = [], "", ""
-        if self._process is None:
-            self._start()
         if answer := self._ask({"make": case.given(block_size)}, "not here"):
             self.version = answer["version"]
 
@@ -106,17 +108,18 @@ class Process:
                 process.communicate()
             self._errors.close()
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[str]:
         self._errors = TemporaryFile()  # noqa: SIM115 (`close` closes it)
         self._process = subprocess.Popen(
             [*self._command, self.entry.adapter, self.entry.kind], env={**os.environ, "PYTHONPATH": self._source},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
+        return self._process
 
     def _ask(self, order: dict[str, Any], what: str) -> Any:
         """The answer, or None and a reason that begins with `what`."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: PT018
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None  # noqa: PT018
         with suppress(BrokenPipeError):  # the missing answer says it
             print(json.dumps(order), file=process.stdin, flush=True)
         if line := process.stdout.readline():
