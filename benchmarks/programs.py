@@ -111,7 +111,7 @@ PROGRAMS = {
             ("config.py", "contract", "attention", "worker", "fastdeploy_integration/worker"), needs="a C compiler",
         ),
         Program("copy_ops", "Copies", 1, MEMORY, ("worker/ops",), needs="a C++ compiler"),
-        Program("first_touch", "First touch", 1, MEMORY, ("worker/ops", "worker/runtime")),
+        Program("first_touch", "First touch", 1, MEMORY, ("worker/ops", "worker/runtime", "storage/host_slots.py")),
         Program(
             "copy_gpu", "Copies of a GPU", 1, "the CUDA copies of the worker half, on a GPU", ("worker",), "REPORT",
             "a GPU's report", is_timed=False,

@@ -327,6 +327,10 @@ def _gpu_beside(cases: Result) -> Iterator[Row]:
 def first_touch(result: Result) -> Iterator[Row]:
     times = f"{result['copy_with_first_touch_ms']:.0f} of {result['copy_ms']:.0f} ms"
     yield ratio("first copy into untouched memory over touched", result["median_ratio"], more=times)
+    loads = result["loads"]
+    times = f"{loads['load_with_first_use_ms']:.0f} of {loads['load_ms']:.0f} ms; mapping: {loads['map_ms']:.0f} ms"
+    yield ratio("first load of a store process into pages that it has not mapped, over mapped", loads["median_ratio"],
+                more=times)  # fmt: skip
 
 
 def server(result: Result) -> Iterator[Row]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 import queue
 import select
@@ -20,18 +19,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import xxhash
+from typing import Any
 
 from ..contract.messages import BlockHash
 from ..errors import KVCacheError, StorageError
 from ..link.messages import decoders_of, encode
 from ..link.peer import Peer, inherited_socket
-from .base import SlotMemory, StorageBackend, StorageFullError, StoreKey
+from .base import StorageBackend, StorageFullError
+from .host_slots import HostSlots, Value, address_of, map_pages
 from .messages import (
     Ending,
     LoadBlocks,
@@ -48,8 +46,7 @@ from .messages import (
     UseNamespace,
 )
 from .namespace import Namespace, block_key
-from .parts import Parts
-from .seal import TRAILER_BYTES, is_sealed, seal
+from .seal import is_sealed, seal
 from .settings import StorageSettings
 
 logger = logging.getLogger(__name__)
@@ -57,59 +54,9 @@ logger = logging.getLogger(__name__)
 STORE_NICENESS = 10
 """Of the thread that stores: it gives way to whatever serves requests."""
 
-COMPARED_BLOCKS = 8
-"""The first that are stored: ranks that share a part must hold the same bytes."""
-
 FIRST_QUESTION = block_key(BlockHash(bytes(32)), 0)
 
 PR_SET_PDEATHSIG = 1
-
-
-class Value(NamedTuple):
-    """One part of one block, and where it is in the memory of each rank that holds it."""
-
-    key: StoreKey
-    places: Sequence[memoryview]
-
-
-class HostSlots:
-    """Host slots of all ranks, as values of blocks."""
-
-    def __init__(self, start: Start) -> None:
-        self.parts = Parts(len(start.memories), start.num_parts)
-        self.memories = [
-            SlotMemory(
-                memoryview(mmap.mmap(each.file, each.num_slots * each.slot_bytes)),
-                each.slot_bytes,
-                each.file,
-                start.life,
-            )
-            for each in start.memories
-        ]
-        self._num_compared = 0 if self.parts.are_shared else COMPARED_BLOCKS
-
-    def values(self, hashes: Iterable[BlockHash], slots: Iterable[int], parts: Iterable[int]) -> list[Value]:
-        """All `parts` of a block, then those of the next."""
-        parts = list(parts)
-        return [
-            Value(block_key(block, part), [self.place(rank, slot) for rank in self.parts.holders(part)])
-            for block, slot in zip(hashes, slots, strict=True)
-            for part in parts
-        ]
-
-    def place(self, rank: int, slot: int) -> memoryview:
-        memory = self.memories[rank]
-        return memory.view[slot * memory.slot_bytes : (slot + 1) * memory.slot_bytes]
-
-    def ranks_differ(self, command: StoreBlocks) -> bool:
-        """Compares the ranks' bytes of the first blocks that are stored."""
-        num_left = COMPARED_BLOCKS - self._num_compared
-        blocks, slots = command.hashes[:num_left], command.slots[:num_left]
-        self._num_compared += len(blocks)
-        return any(
-            len({xxhash.xxh3_128_digest(place[:-TRAILER_BYTES]) for place in value.places}) > 1
-            for value in self.values(blocks, slots, range(self.parts.num_parts))
-        )
 
 
 class Lane:
@@ -158,6 +105,7 @@ class Server:
     def __init__(self, start: Start, engine: Peer) -> None:
         self._settings = StorageSettings(**start.settings)
         self._slots = HostSlots(start)
+        threading.Thread(target=map_pages, args=(self._slots.memories,), name="kv-store-pages", daemon=True).start()
         self._engine = engine
         self._sending = threading.Lock()
         self._num_loading = self._settings.kind.load_threads
@@ -278,12 +226,8 @@ def _read(backend: StorageBackend, values: Sequence[Value]) -> tuple[int, list[i
         if not is_sealed(first, key, namespace=backend.namespace_digest):
             damaged.append(number)
         for other in others:
-            ctypes.memmove(_address(other), _address(first), len(first))  # unlike a slice, it lets others run
+            ctypes.memmove(address_of(other), address_of(first), len(first))  # unlike a slice, it lets others run
     return num_arrived, damaged
-
-
-def _address(place: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(place))
 
 
 def _text(error: Exception) -> str:

@@ -1,6 +1,9 @@
 """The store process: what moves between memory of several ranks and a store, and what a store that fails leaves."""
 
+import mmap
 import os
+import platform
+import re
 import select
 import signal
 import socket
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +22,7 @@ from fastdeploy_kvcache_v1.storage.messages import LoadDone, QueryDone, StoreDon
 from fastdeploy_kvcache_v1.storage.namespace import block_key
 from fastdeploy_kvcache_v1.storage.parts import Parts
 from fastdeploy_kvcache_v1.storage.process import Limits
+from tests.storage import store_host
 from tests.storage.store_host import LIMIT_S, NUM_SLOTS, StoreHost, forget_kinds, hashes, install
 from tests.storage.values import BLOCK_BYTES, VALUE_BYTES, block_hash, empty, namespace, sealed
 
@@ -49,6 +54,32 @@ def other_backend(host):
 
 
 # ---- what moves
+
+
+def release():
+    """Of the kernel."""
+    major, minor = re.match(r"(\d+)\.(\d+)", platform.release()).groups()
+    return int(major), int(minor)
+
+
+def mapped_bytes(pid):
+    """Of host memory, in the page tables of a process."""
+    sections = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").split("test-host")[1:]
+    return sum(1024 * int(re.search(r"Rss: +(\d+) kB", section)[1]) for section in sections)
+
+
+@pytest.mark.skipif(release() < (5, 14), reason="the kernel cannot map pages ahead")
+def test_pages_of_the_slots_are_mapped_before_their_first_use(start, monkeypatch):
+    monkeypatch.setattr(store_host, "NUM_SLOTS", 20_000_000 // VALUE_BYTES)  # more than one stretch
+    host = start(ranks=2, starts=False)
+    for rank in range(2):
+        host.use_memory(rank)
+        host.memories[rank][:: mmap.PAGESIZE] = bytes(-(-len(host.memories[rank]) // mmap.PAGESIZE))  # as a rank does
+    host.process.use_namespace(namespace())
+    host.wait_until_it_serves()
+    whole = sum(-(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE for memory in host.memories.values())
+    host.wait_until(lambda: mapped_bytes(host.process.pid) == whole)
+    assert host.store(1, 2).num_written == 2
 
 
 @pytest.mark.parametrize(
@@ -535,6 +566,7 @@ def test_signals_that_stop_servers_do_not_end_the_process(start, number):
 
 ENGINE = """
 import pathlib, sys, time
+from tests.storage import store_host
 from tests.storage.store_host import StoreHost
 host = StoreHost(pathlib.Path(sys.argv[1]), backend="file")
 print(host.process.pid, flush=True)
@@ -565,6 +597,7 @@ def test_the_process_ends_with_its_connection(start):
 
 REAPER = """
 import os, pathlib, signal, sys, threading, time
+from tests.storage import store_host
 from tests.storage.store_host import StoreHost
 host = StoreHost(pathlib.Path(sys.argv[1]), backend="file")
 def reap():
@@ -597,6 +630,7 @@ def test_the_end_is_seen_where_another_part_of_the_engine_reaps_children(tmp_pat
 FORK = """
 import contextlib, os, pathlib, sys, time
 from fastdeploy_kvcache_v1 import forks
+from tests.storage import store_host
 from tests.storage.store_host import StoreHost
 forks.guard()
 host = StoreHost(pathlib.Path(sys.argv[1]), backend="file")
