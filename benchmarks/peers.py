@@ -27,7 +27,12 @@ from prompts import write
 
 BLOCK_SIZE = 64
 TURN = sized(200, 10)
-PLAYS = sized(3, 2)
+LIVES = sized(2, 1)
+"""Processes of a contender, one after the other: what slows one for its life, by where its memory lies, meets no other.
+"""
+PLAYS = 2
+"""Of each case in a life: in the second one the kernel has given most memory already."""
+
 WARM_UP = 0.2
 """Share of the requests that are played first and not counted."""
 TIMES = 4
@@ -62,7 +67,7 @@ def main() -> None:
     run = begin(trace=True, variables=("FASTDEPLOY_25", "FASTDEPLOY_26", "FASTDEPLOY_DEVELOP"), configure=configure)
     only = tuple(run.options.only or ("",))
     entries = [entry for entry in ENTRIES if entry.name.startswith(only)]
-    say_needs(entries, download_gib=5, room_gib=14, minutes=sized(55, 4))
+    say_needs(entries, download_gib=5, room_gib=14, minutes=sized(70, 4))
     with TemporaryDirectory() as folder:
         files = Files(Path(folder), run.options.trace, run.options.requests)
         processes = {
@@ -72,7 +77,7 @@ def main() -> None:
         cases = played(processes, {**dict(make_cases(files)), **dict(two_tiers(files))})
     run.save(
         {
-            "trace": trace_name(run.options.trace), "block_size": BLOCK_SIZE, "turn": TURN, "plays": PLAYS,
+            "trace": trace_name(run.options.trace), "block_size": BLOCK_SIZE, "turn": TURN, "plays": LIVES * PLAYS,
             "warm_up": WARM_UP, "cases": cases, "memory": sizes,
         }
     )  # fmt: skip
@@ -119,16 +124,17 @@ def two_tiers(files: Files) -> Iterable[tuple[str, Case]]:
 
 
 def played(processes: dict[int, dict[str, Process]], cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    """Rows by case and contender. All cases are played before any is played again, and then in new processes: what
-    slows a machine down for minutes, or a process for its life by where its memory lies, meets one play of several.
+    """Rows by case and contender. All cases of a tier are played before any is played again: what slows a machine down,
+    or one kind of program on it, often lasts for minutes.
     """
     plays: dict[str, dict[str, list[Play]]] = {name: {} for name in cases}
-    for number, tiers in product(range(PLAYS), (1, 2)):
+    for life, tiers, number in product(range(LIVES), (1, 2), range(PLAYS)):
         for name, case in cases.items():
             if case.tiers == tiers:
-                print(f"play {number + 1} of {PLAYS}: {name}", file=sys.stderr)
+                print(f"play {life * PLAYS + number + 1} of {LIVES * PLAYS}: {name}", file=sys.stderr)
                 play_once(processes[tiers], case, plays[name])
-        close(processes[tiers])
+        if number == PLAYS - 1:
+            close(processes[tiers])
     return {name: {each: row(results) for each, results in past.items()} for name, past in plays.items()}
 
 
