@@ -2,8 +2,6 @@
 
 import mmap
 import os
-import platform
-import re
 import select
 import signal
 import socket
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,6 +20,7 @@ from fastdeploy_kvcache_v1.storage.namespace import block_key
 from fastdeploy_kvcache_v1.storage.parts import Parts
 from fastdeploy_kvcache_v1.storage.process import Limits
 from tests.storage import store_host
+from tests.storage.mapped_pages import mapped_bytes, needs_mapping_ahead
 from tests.storage.store_host import LIMIT_S, NUM_SLOTS, StoreHost, forget_kinds, hashes, install
 from tests.storage.values import BLOCK_BYTES, VALUE_BYTES, block_hash, empty, namespace, sealed
 
@@ -56,19 +54,7 @@ def other_backend(host):
 # ---- what moves
 
 
-def release():
-    """Of the kernel."""
-    major, minor = re.match(r"(\d+)\.(\d+)", platform.release()).groups()
-    return int(major), int(minor)
-
-
-def mapped_bytes(pid):
-    """Of host memory, in the page tables of a process."""
-    sections = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").split("test-host")[1:]
-    return sum(1024 * int(re.search(r"Rss: +(\d+) kB", section)[1]) for section in sections)
-
-
-@pytest.mark.skipif(release() < (5, 14), reason="the kernel cannot map pages ahead")
+@needs_mapping_ahead
 def test_pages_of_the_slots_are_mapped_before_their_first_use(start, monkeypatch):
     monkeypatch.setattr(store_host, "NUM_SLOTS", 20_000_000 // VALUE_BYTES)  # more than one stretch
     host = start(ranks=2, starts=False)
@@ -78,7 +64,7 @@ def test_pages_of_the_slots_are_mapped_before_their_first_use(start, monkeypatch
     host.process.use_namespace(namespace())
     host.wait_until_it_serves()
     whole = sum(-(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE for memory in host.memories.values())
-    host.wait_until(lambda: mapped_bytes(host.process.pid) == whole)
+    host.wait_until(lambda: mapped_bytes("test-host", host.process.pid) == whole)
     assert host.store(1, 2).num_written == 2
 
 
