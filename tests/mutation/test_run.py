@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.mutation.driver import PACKAGE, ROOT, Verdict, places_of
-from tests.mutation.run import counts, is_below
+from tests.mutation.driver import ROOT
+from tests.mutation.run import is_below
 
 pytestmark = pytest.mark.process
 
@@ -38,19 +38,6 @@ def test_below_its_floor_it_fails():
 @pytest.mark.parametrize(("killed", "counted", "is_too_few"), [(20, 30, False), (18, 30, True), (190, 300, True)])
 def test_a_floor_allows_for_the_chance_in_a_small_sample(killed, counted, is_too_few):
     assert is_below(0.7, killed, counted) == is_too_few
-
-
-@pytest.mark.parametrize(
-    ("module", "reached", "killers", "is_counted"),
-    [
-        ("storage/child.py", 0, (), False),
-        ("storage/child.py", 1, (), True),
-        ("storage/child.py", 1, ("test",), True),
-        ("storage/process.py", 0, (), True),
-    ],
-)
-def test_only_what_runs_in_processes_may_be_unreached(module, reached, killers, is_counted):
-    assert counts(Verdict(places_of(PACKAGE / module)[0], killers, reached), {}) == is_counted
 
 
 def test_tests_that_all_start_processes_are_asked_nothing():
