@@ -10,6 +10,7 @@ from fastdeploy_kvcache_v1.storage import host_slots
 from fastdeploy_kvcache_v1.storage.host_slots import COMPARED_BLOCKS, HostSlots, map_pages
 from fastdeploy_kvcache_v1.storage.messages import MappedSlots, Start, StoreBlocks
 from fastdeploy_kvcache_v1.storage.namespace import block_key
+from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES
 from tests.storage.mapped_pages import mapped_bytes, needs_mapping_ahead
 from tests.storage.values import block_hash
 
@@ -59,6 +60,16 @@ def test_ranks_are_compared_in_the_first_blocks_alone(slots, number, is_compared
     assert any(made.ranks_differ(command) for command in commands) == is_compared
 
 
+def test_ranks_may_differ_in_seals(slots):
+    """One rank's slot is sealed, and the others keep what an earlier block left there."""
+    made = slots(ranks=2, parts=1)
+    seal = SLOT_BYTES - TRAILER_BYTES
+    made.memories[1].view[seal:SLOT_BYTES] = b"s" * TRAILER_BYTES
+    assert not made.ranks_differ(store(0))
+    made.memories[1].view[SLOT_BYTES + seal - 1] = 1
+    assert made.ranks_differ(store(1))
+
+
 def test_ranks_with_parts_of_their_own_are_not_compared(slots):
     made = slots(ranks=2, parts=2)
     made.memories[1].view[0] = 1
@@ -70,7 +81,14 @@ def test_every_page_is_mapped_stretch_by_stretch(slots, monkeypatch):
     monkeypatch.setattr(host_slots, "STRETCH", 3 * mmap.PAGESIZE)  # the last one is shorter
     made = slots(ranks=2, parts=2)
     before = mapped_bytes("test-slots")
-    thread = threading.Thread(target=map_pages, args=(made.memories,))  # it has the least priority from then on
+    priorities = []
+
+    def run():  # on a thread that ends with it: it has the least priority from then on
+        map_pages(made.memories)
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert mapped_bytes("test-slots") - before == 2 * NUM_SLOTS * SLOT_BYTES
+    assert priorities == [host_slots.LEAST_PRIORITY]
