@@ -119,7 +119,7 @@ def make_cases(files: Files) -> Iterable[tuple[str, Case]]:
 
 def two_tiers(files: Files) -> Iterable[tuple[str, Case]]:
     trace = files.of_trace("trace", files.trace, files.most)
-    device, host = sized((5_000, 20_000), (400, 2_000))
+    device, host = sized((5_000, 20_000), (2_000, 4_000))
     yield f"trace, {device:,} blocks and {host:,} on the host", Case(*trace, device, host)
 
 

@@ -179,7 +179,7 @@ def _over_fastest(contenders: dict[str, Result]) -> Iterator[Row]:
         "calls and hashes, CPU time": ["cpu_us", "hash_cpu_us"],
     }.items():  # fmt: skip
         sums = {name: sum(row[key] for key in keys) for name, row in peers.items()}
-        if sums and OURS in contenders:
+        if sums and keys[0] in contenders.get(OURS, {}):
             fastest = min(sums, key=sums.__getitem__)
             ours = sum(contenders[OURS][key] for key in keys)
             yield ratio(f"`adaptive` over the fastest peer, mean: {what}", ours / sums[fastest], at_most(0.75), fastest)

@@ -158,9 +158,8 @@ def source_of(entry: Entry) -> str:
 def turns(names: Sequence[str], requests: int, block: int) -> Iterator[tuple[str, int, int]]:
     """`(name, first, last)` of each turn: all play a block before one plays the next, another one first each time."""
     for number, first in enumerate(range(0, requests, block)):
-        shift = number % len(names)
-        for name in (*names[shift:], *names[:shift]):
-            yield name, first, min(first + block, requests)
+        for turn in range(len(names)):
+            yield names[(number + turn) % len(names)], first, min(first + block, requests)
 
 
 def play(processes: dict[str, Process], case: Case, block_size: int, block: int) -> None:

@@ -104,6 +104,7 @@ def test_each_contender_plays_each_block_and_begins_equally_often():
     assert [{turn[1:] for turn in each} for each in rounds] == [{(at, min(at + 10, 55))} for at in range(0, 55, 10)]
     assert all(sorted(name for name, *_ in each) == ["a", "b", "c"] for each in rounds)
     assert Counter(each[0][0] for each in rounds) == {"a": 2, "b": 2, "c": 2}
+    assert not list(driver.turns([], 55, 10)), "all have failed in an earlier play"
 
 
 def test_tokens_are_equal_exactly_where_names_are(tmp_path):
